@@ -1,4 +1,4 @@
-"""Attention of a step's queries over a layer's slots, what they recall, and what a policy observes of it."""
+"""Attention of a step's queries over a layer's slots and recalled tokens, and the observation that a policy gets."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ from windlass.stores.base import Parts
 
 
 def observed_columns(step: Step, wanted: int | None) -> ObservedColumns | None:
-    """Columns of the queries that are kept apart, each row's newest first; -1 fills up.
+    """The columns whose queries a step's record keeps, each row's newest first, padded with -1. None: no column.
 
-    HEADROOM more than the `wanted` last ones, so that this many tokens of the step can be taken back.
+    There are HEADROOM more of them than the `wanted` newest ones (None: HEADROOM), so that up to HEADROOM tokens of the
+    step can be rolled back.
     """
     if wanted == 0:
         return None
@@ -57,16 +58,13 @@ def observed_columns(step: Step, wanted: int | None) -> ObservedColumns | None:
 
 
 def newest_columns(step: Step) -> ObservedColumns:
-    """Columns of each row's tokens, the newest first; -1 fills up."""
+    """Columns of each row's tokens, the newest first, padded with -1."""
     columns = torch.arange(step.positions.shape[1], device=step.positions.device)
     return columns.where(step.positions >= 0, -1).sort(-1, descending=True).values
 
 
 def queries_at(queries: Queries, columns: ObservedColumns) -> Tensor:
-    """The queries of these columns (batch, heads, observed, head_dim), in memory of their own.
-
-    So a record does not hold those of a whole chunk.
-    """
+    """The queries of these columns (batch, heads, observed, head_dim), copied so that no record holds a whole chunk."""
     if queries.shape[2] == 1:
         return queries.detach()
     rows = torch.arange(queries.shape[0], device=queries.device)[:, None]
@@ -76,10 +74,10 @@ def queries_at(queries: Queries, columns: ObservedColumns) -> Tensor:
 def settle(
     policy: Policy, layer: int, slots: Callable[[], Slots], queries: Queries, step: Step
 ) -> PolicyCheckpoint | None:
-    """Let a policy that asks for all queries, and not for their mass, observe those of them that no record keeps.
+    """Let a policy that observes all queries, but not their mass, observe the queries that no record keeps.
 
-    These stand as long as any token of the step can be rolled back alone. Returns what the policy has noted by
-    then; None where the record keeps all queries. `slots` is called only where it is needed.
+    These queries are too old to be rolled back by themselves. Returns the policy's state and statistics after that, or
+    None where nothing had to be observed. `slots` is called only if it is needed.
     """
     if policy.needs.mass or policy.observed_queries is not None or queries.shape[2] <= HEADROOM:
         return None
@@ -192,7 +190,7 @@ def _turn(tables: Turn, at: Tensor) -> Turn:
 
 
 def _seen(call: AttentionInput) -> Tensor:
-    """(batch, tokens, slots): what each query would read without an indexer."""
+    """A mask (batch, tokens, slots) of the slots that each query would read without an indexer."""
     slots, queries = call.slot_positions[:, :1], call.query_positions
     size = max(1, DISTANCE_BYTES // (slots.numel() * slots.itemsize))
     blocks = []
@@ -213,9 +211,9 @@ class StepTokens(NamedTuple):
 
 
 def joined(table: SlotTable, rules: LayerConfig, step: Step, new: StepTokens) -> StepTokens:
-    """The step's tokens, those that join as the mean of their run up to them; `initial` says which did.
+    """The step's tokens, where a token that joins is the mean of its run so far. `initial` tells which tokens join.
 
-    Sinks are joined by none, nor is a token that is gone: the next one begins a run.
+    No token joins a sink, nor an evicted token: after either of them a new run begins.
     """
     merge, kv_heads = rules.merge, new.keys.shape[1]
     assert merge is not None, "tokens that join without a rule of merging"
@@ -255,7 +253,7 @@ def view_joined(view: TableView, written: SlotIndex, initial: Parts) -> TableVie
 
 
 def let_go(table: SlotTable, rules: LayerConfig, record: StepRecord) -> StepRecord:
-    """Reserve the slots of tokens that newer ones of the step took in; returns the record with what was there."""
+    """Reserve the slots of tokens that newer tokens of the step joined. Returns the record with the reserved slots."""
     if not rules.joins or record.written.shape[-1] == 0:
         return record
     gone = _let_go(table.positions, record.written, record.step.positions, record.initial_state[ACCUMULATES])
@@ -274,10 +272,10 @@ def slots_wanted(
     longest_decode: int,
     defer_eviction: bool,
 ) -> int:
-    """Slots that a layer should have before `tokens` more come; see `LayerConfig.slots_for`.
+    """The number of slots that a layer should have before `tokens` more are written. See `LayerConfig.slots_for`.
 
-    Where tokens join and no budget limits them, the device is asked how many slots are in use, once when decode
-    begins, and then before the layer grows.
+    Where tokens join and no budget limits them, the slots in use are counted on the device: once when decode begins,
+    and then before the layer grows.
     """
     if not rules.joins or rules.budget is not None or table.is_empty:
         hint = 0 if rules.joins else reserve_hint
@@ -293,7 +291,7 @@ def slots_wanted(
 def _let_go(
     slots: SlotPositions, written: SlotIndex, positions: QueryPositions, joins: Tensor
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The slots whose tokens were taken in, with their positions, EMPTY where none was: held before, then written."""
+    """The slots whose tokens were joined, with the tokens' positions or EMPTY: older slots, then those just written."""
     order, back = _text_order(positions)
     joins = _columns((joins > 0) & (positions >= 0)[:, None], order)  # of a step that was cut, some are padding now
     newest, _ = _newest(slots, positions)
@@ -304,9 +302,9 @@ def _let_go(
 
 
 def _newest(slots: SlotPositions, positions: QueryPositions) -> tuple[SlotIndex, Tensor]:
-    """The slot of the token before the first of `positions`, (batch, score_heads, 1), and whether there is one.
+    """The slot of the token before the first of `positions`, (batch, score_heads, 1), and whether it is held.
 
-    Where it is gone, slot 0. Of tokens that share a position, after an edit, the latest.
+    A missing token gives slot 0. Among tokens that share a position, after an edit, the latest counts.
     """
     first = positions.where(positions >= 0, MAX_NUMBER).amin(1)[:, None, None]
     at = torch.arange(slots.shape[-1], device=slots.device)
@@ -315,7 +313,7 @@ def _newest(slots: SlotPositions, positions: QueryPositions) -> tuple[SlotIndex,
 
 
 def _text_order(positions: QueryPositions) -> tuple[Tensor, Tensor]:
-    """The columns of a step in the order of the text, padding last; and the way back."""
+    """The columns of a step in the order of the text, padding last, and the inverse order."""
     order = (positions < 0).to(torch.uint8).argsort(dim=1, stable=True)
     return order, order.argsort(dim=1)
 
@@ -329,7 +327,7 @@ def _columns(states: Tensor, order: Tensor) -> Tensor:
 
 
 class _Runs:
-    """Tokens in the order of the text, each of which begins a run, (batch, score_heads, n), or goes on with one."""
+    """Runs of tokens in the order of the text. `is_first` (batch, score_heads, n) marks the tokens that begin one."""
 
     def __init__(self, is_first: Tensor) -> None:
         at = torch.arange(is_first.shape[-1], device=is_first.device)
@@ -342,7 +340,7 @@ class _Runs:
         return total - (total - numbers).gather(2, starts)
 
     def means(self, states: Tensor, weights: Tensor) -> Tensor:
-        """The weighted means over the runs; a token that begins one stays as it is, bit for bit."""
+        """The weighted means over the runs. The first token of a run stays as it is, bit for bit."""
         means = self.sums(states.double() * weights) / self.sums(weights).clamp(min=1e-30)
         return states.where(self._is_first[..., None], means.to(states.dtype))
 
@@ -350,7 +348,7 @@ class _Runs:
 def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableView:
     """The view of a step's queries: its slots, which have the step's tokens, and recalled tokens.
 
-    What is recalled stands in free slots, which are free again for the next step.
+    Recalled tokens are put into free slots, which are free again for the next step.
 
     Raises: UsageError in a text with pictures, and under a sparse attention that picks slots.
     """
@@ -394,7 +392,7 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
 
 
 def of_tokens(mass: Mass | None, view: TableView, table: SlotTable) -> Mass | None:
-    """The attention that the table's own tokens got, without what was recalled into free slots."""
+    """The attention mass of the table's own tokens, without the tokens recalled into free slots."""
     if mass is None or not view.has_recalled:
         return mass
     is_held = table.positions >= 0
@@ -403,15 +401,15 @@ def of_tokens(mass: Mass | None, view: TableView, table: SlotTable) -> Mass | No
 
 
 def _as_put(states: PackedStates, index: SlotIndex) -> PackedStates:
-    """With no token in full precision in these slots, which others may have left there."""
+    """Clear the references to full-precision tokens at these slots, left there by earlier tokens."""
     ring = states.ring_index
     return states if ring is None else replace(states, ring_index=ring.scatter(-1, index, -1))
 
 
 def _turned(queries: Queries, asked: LayerStep, occupancy: int) -> Tensor:
-    """Queries whose products with un-rotated keys are logits at `DISTANCE`, by the table that they will be read with.
+    """Queries whose products with un-rotated keys are logits at `DISTANCE`, rotated by the table that attention uses.
 
-    That is known for as many tokens as a row has at most once some are recalled.
+    The table is chosen for the largest number of tokens that a row can have once some are recalled.
     """
     rotary, step, turned = asked.rotary, asked.step, queries.float()
     if rotary is not None:
@@ -423,7 +421,7 @@ def _turned(queries: Queries, asked: LayerStep, occupancy: int) -> Tensor:
 
 
 class WriteResult(NamedTuple):
-    """The slots that got a step's tokens, what its queries read, and what is to be known of both."""
+    """The slots of a step's tokens, the attention output, the observed mass, and the tokens' initial state."""
 
     slots: SlotIndex
     out: Attended
@@ -435,7 +433,7 @@ class WriteResult(NamedTuple):
 def write_and_attend(
     asked: LayerStep, policy: Policy, weighed: ObservedColumns | None
 ) -> tuple[WriteResult, TableView]:
-    """Write and attend, in whatever step; the table counts the tokens already. Returns what was found in it, too.
+    """Write a step's tokens and attend. The table counts the tokens already. Returns the result and the view it read.
 
     `policy` is the one that the layer was configured with.
     """
@@ -469,7 +467,11 @@ def attend(
     call: AttentionCall,
     observed: ObservedColumns | None,
 ) -> tuple[Attended, Mass | None]:
-    """Attention of the queries over the slots, and the mass that each slot got from the `observed` ones."""
+    """Attention of the queries over the slots, and the mass that each slot got from the `observed` ones.
+
+    Raises: UsageError where a picture's queries would see joined tokens, and where a position mode would move tokens of
+    a model that applies norms with weights after RoPE.
+    """
     tokens, step = queries.shape[2], view.step
     if view.seen_until is not None and call.sees_to is not None:
         raise UsageError(
@@ -527,7 +529,7 @@ def attend(
 def _read(
     whole: AttentionInput, reading: Reading, rotary: Rotary, picks: IndexerState | None
 ) -> tuple[Attended, Mass | None]:
-    """Attention of one reading's queries; zeros in its other columns."""
+    """Attention of one reading's queries, with zeros for the queries in its columns that it does not read."""
     dtype = kernels.table_dtype(whole.queries)
     tables = rotary.tables(reading.bound, whole.queries.device, dtype, reading.length)
     call = replace(whole, rotary_index=reading.index, tables=tables)
@@ -553,7 +555,7 @@ def _read(
 def _joined(
     whole: AttentionInput, starts: Sequence[int], pieces: Sequence[Tensor], masses: Sequence[Mass | None]
 ) -> tuple[Attended, Mass | None]:
-    """All queries of a step: each was read in one of the pieces, and is zero in the others."""
+    """The attention of all queries of a step. Each query was read in one of the pieces, and is zero in the others."""
     batch, heads, tokens, _ = whole.queries.shape
     out = whole.queries.new_zeros(batch, heads, tokens, whole.values.channels)
     for start, piece in zip(starts, pieces, strict=True):

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
 
 
 def check_across_ranks(options: CacheOptions, heads: RankHeads | None) -> None:
-    """Raises: PolicyError, UsageError for what cannot be the same here as in a single process, naming it."""
+    """Check that options give the same result on several ranks as in one process.
+
+    Raises: PolicyError for the policy, and UsageError for another option, naming it.
+    """
     across_ranks(options.policy, heads)
     if heads is None:
         return
@@ -61,7 +64,7 @@ def check_across_ranks(options: CacheOptions, heads: RankHeads | None) -> None:
 
 
 def check_fit(heads: RankHeads | None) -> None:
-    """Raises: UsageError where new values for the tokens kept would be fitted to the queries of this rank alone."""
+    """Raises: UsageError where the values of kept tokens would be fitted to the queries of this rank alone."""
     if heads is not None and not heads.is_split and not heads.has_all_queries:
         raise UsageError(
             "compress(fit=True) fits values to queries, and here each rank has some of the query heads that read the "
@@ -70,9 +73,9 @@ def check_fit(heads: RankHeads | None) -> None:
 
 
 def set_sinks(cache: CacheState, tokens: int, row: int = 0) -> None:
-    """Never evict the first `tokens` of a row from now on; a cache with `sinks="system"` must be told before it reads.
+    """Never evict the first `tokens` of a row from now on. A cache with `sinks="system"` needs it before it reads.
 
-    `windlass.system_tokens` counts those of a system text. Fewer than 4 count as 4, as by default.
+    `windlass.system_tokens` counts those of a system text. Fewer than 4 count as 4, the default.
 
     Raises: UsageError for a cache with another number of sinks, a row that is not there, or more than the budget holds.
     """
@@ -109,7 +112,7 @@ def check_sinks(tokens: int, options: CacheOptions, budgets: Iterable[int | None
 
 
 def check_known(cache: CacheState, lengths: Iterable[int]) -> None:
-    """Raises: UsageError where a row is to read tokens, and nobody has said how many of them are sinks."""
+    """Raises: UsageError where a row is to read tokens, and its number of sinks has not been set."""
     if cache.options.sinks != SYSTEM:
         return
     for number, (row, tokens) in enumerate(zip(cache.rows.rows, lengths, strict=True)):
@@ -122,7 +125,7 @@ def check_known(cache: CacheState, lengths: Iterable[int]) -> None:
 
 
 class TextCache(CacheState):
-    """The memory of one text per row: a model's passes write it, edits change it, nothing but PyTorch is needed."""
+    """The memory of one text per row: passes of a model write it, and edits change it. It needs nothing but PyTorch."""
 
     def reset(self) -> None:
         """Forget every token and free the memory."""
@@ -159,7 +162,7 @@ class TextCache(CacheState):
         return store
 
     def _recall(self, layer: int, key_means: KeyMeans | None) -> RecallStore | None:
-        """Where a layer's evicted tokens are found again; None where they are lost."""
+        """The store of a layer's evicted tokens. None: they are lost."""
         options = self.options
         if not options.recall:
             return None
@@ -168,19 +171,19 @@ class TextCache(CacheState):
         return RecallStore(options.recall, codec, RecallMemory(options.recall_folder))
 
     def latent_of(self, layer: int) -> int:
-        """How many of a layer's last key channels are its values (MLA), 0 for none; here none, as below."""
+        """The number of a layer's last key channels that are its values (MLA). Here 0, for no such channels."""
         return 0
 
     def index_of(self, layer: int) -> int:
-        """How many channels of an indexer's key a layer is handed behind each of its own; here none."""
+        """The number of channels of an indexer's key that a layer gets behind its own keys. Here 0, for no indexer."""
         return 0
 
     def new_recurrent_layers(self) -> list[RecurrentLayer]:
-        """Empty states for the model's recurrent layers; here none, for PyTorch alone knows of no model."""
+        """Empty states for the model's recurrent layers. Here none, as this class knows no model."""
         return []
 
     def reserve(self, tokens: int) -> None:
-        """Let a cache without budget grow once, not step by step, while the next `tokens` are written."""
+        """Grow a cache without budget once for the next `tokens`, not step by step."""
         tokens = whole_number("tokens", tokens, 0, MAX_NUMBER)
         if self._fused is None or not self._fused.has_room(tokens):
             for layer in self.layers:
@@ -193,7 +196,7 @@ class TextCache(CacheState):
 
     @property
     def tokens(self) -> list[list[int]] | None:
-        """Per row, the ids fed, edits aside; None once any came without ids."""
+        """Per row, the ids fed, edits aside. None: some tokens came without ids."""
         return self.rows.tokens
 
     @property
@@ -226,14 +229,14 @@ class TextCache(CacheState):
         ids: TokenIds | None,
         axes: Tensor | None = None,
     ) -> None:
-        """Give the next `tokens` columns their positions; to be called before each pass of the model.
+        """Give the next `tokens` columns their positions. Call it before each pass of the model.
 
-        `mask` tells the real tokens of these columns from padding. `positions` are the caller's,
-        only compared. `ids` are remembered for the prompt cache and for policies that ask for them. `axes` (axes,
-        batch, tokens) are the positions of the tokens where these have several, as those of pictures do.
+        `mask` marks the real tokens among these columns. `positions` are those of the caller, and are only compared.
+        `ids` are stored for the prompt cache and for policies that ask for them. `axes` (axes, batch, tokens) are the
+        tokens' positions where a token has several, as in pictures.
 
         Raises: UsageError when the batch is another, positions do not follow, ids that the policy asks for are
-        missing, or the cache can't take a picture; nothing is changed.
+        missing, or the cache can't take a picture. Then nothing is changed.
         """
         if batch != self.batch_size:
             raise UsageError(f"this cache was made for batch={self.batch_size}, the model was called with {batch} rows")
@@ -258,7 +261,7 @@ class TextCache(CacheState):
 
     @no_inference_mode
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
-        """One layer's write, attend, observe, evict; to be called from the model's attention."""
+        """Write, attend, observe and evict in one layer. The model's attention calls it."""
         step, its, mode = self.text.pending, self.by_layer[layer], self.positions
         assert step is not None, "attend outside of a pass"
         take: Callable[..., Attended] = SlotLayer.step
@@ -280,9 +283,9 @@ class TextCache(CacheState):
     def fused_decode(
         self, decoder: Sequence[FewTokens], hidden: Hidden, calls: Callable[[], list[AttentionCall]]
     ) -> FusedDecode | None:
-        """Steps like the one that runs, of all layers in one call; None where that takes more than a kernel.
+        """A backend for steps like the one that runs, in all layers in one call. None: a kernel alone can't take them.
 
-        `calls` are the model's of each layer, made where they are needed.
+        `calls` gives the attention calls of the layers, and is called only if they are needed.
         """
         step, fused = self.text.pending, self._fused
         assert step is not None, "a decode step outside of a pass"
@@ -295,14 +298,14 @@ class TextCache(CacheState):
 
     @no_inference_mode
     def decode(self, fused: FusedDecode, hidden: Hidden) -> Hidden:
-        """The step of the pass that runs, in all layers; returns what the last layer of the decoder returns."""
+        """Take the step of the running pass in all layers. Returns the output of the decoder's last layer."""
         step = self.text.pending
         assert step is not None, "a decode step outside of a pass"
         return fused.take(step, hidden)
 
     @no_inference_mode
     def attend_shared(self, layer: int, queries: Queries, call: AttentionCall) -> Attended:
-        """Attention of a layer of the model without keys and values of its own to those of `layer`, which has attended.
+        """Attention of a layer that has no keys and values, to those of `layer`, which has attended before.
 
         `queries` are those of the pass's last columns, mostly of all. Raises: UsageError for another sliding window.
         """
@@ -340,9 +343,9 @@ class TextCache(CacheState):
 
     @no_inference_mode
     def take_back(self, before: Text) -> None:
-        """Let everything be as it was when `text` was `before`, with at most one pass since, complete or not.
+        """Restore the state in which `text` was `before`, with at most one pass since, complete or not.
 
-        What a pass changes is noted before it changes, so this may be called wherever an interrupt has ended it.
+        A pass notes each change before it makes it, so this may be called wherever an interrupt has ended the pass.
         """
         now = self.text
         if now is before:
@@ -365,7 +368,7 @@ class TextCache(CacheState):
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of all tensors that the cache keeps alive: slots, state, and what rolling steps back takes.
+        """Bytes of all tensors that the cache keeps alive: slots, state, and records for rolling back.
 
         Memory that tensors share counts once. Rotary tables do not count: they are the model's, and all its caches
         read them. Nor do the ids in `tokens`, which are Python's numbers.
@@ -374,7 +377,7 @@ class TextCache(CacheState):
 
     @property
     def recall_bytes(self) -> int:
-        """Bytes of what was evicted and can be recalled, in the host's memory or a file: it grows with the text.
+        """Bytes of evicted tokens that can be recalled, in the host's memory or a file. They grow with the text.
 
         They are no part of `bytes_held`.
         """

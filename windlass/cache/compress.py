@@ -1,7 +1,7 @@
-"""From more tokens to a budget at once: what each layer may keep, and the cut.
+"""Cut a cache that holds more tokens than its budget to that budget at once.
 
-A cache that reads and writes evicts as it goes. Here it holds more than it is to keep, because its
-budget is lowered, or because its policy wants a first text whole (`OneShot`).
+Usually a cache evicts as it reads and writes. It holds more than its budget after the budget is lowered, or when its
+policy reads a first text whole (`OneShot`).
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,12 @@ from windlass.policies.wrapper import find
 
 @no_inference_mode
 def compress(cache: CacheState, budget: int, window: int | None = None) -> None:
-    """Keep `budget` tokens a layer from now on; the others go at once, their memory too, and can't be rolled back.
+    """Keep `budget` tokens a layer from now on. The others are evicted at once and can't be rolled back.
 
-    `window`: None takes what the cache was made with. A sliding window that no longer fits keeps its newest, if
-    the policy keeps state. Raises: UsageError for what cannot be honoured, or a higher budget; nothing is changed.
+    Their memory is freed. `window` defaults to that of the cache. A layer that held only its sliding window, now larger
+    than the budget, keeps the newest tokens if the policy needs state, which it has not observed there.
+
+    Raises: UsageError for a budget or window that cannot be honoured, or a higher budget. Then nothing is changed.
     """
     budget, was = whole_number("budget", budget, 1, MAX_NUMBER), cache.options
     options = replace(was, budget=budget, window=was.window if window is None else window)
@@ -43,7 +45,7 @@ def compress(cache: CacheState, budget: int, window: int | None = None) -> None:
 
 
 def budgets_apart(cache: CacheState) -> list[int | None]:
-    """The budget that a cut gave each of the cache's `layers`; None where the layer still has its first one."""
+    """The budget that a cut gave each of the cache's `layers`. None: the layer still has the budget of its options."""
     planned = leaves_of(cache.options, len(cache.rotaries))
     pairs = [(layer.rules.limits.budget, leaf.limits.budget) for layer, leaf in zip(cache.layers, planned, strict=True)]
     return [None if budget == plan else budget for budget, plan in pairs]
@@ -52,12 +54,12 @@ def budgets_apart(cache: CacheState) -> list[int | None]:
 def shared_budgets(
     scores: Sequence[Scores], limits: Limits, heads: RankHeads | None = None, sinks: int | None = None
 ) -> list[int]:
-    """The budgets of layers where one ranking over all of them decides; their mean is the cache's budget.
+    """The budgets of layers where one ranking over all layers decides. Their mean is the cache's budget.
 
-    `scores` are those of each layer's tokens that may be evicted, -inf where there is none. The tokens
-    of a rank, one in each row and head, stand or fall together: their mean score counts. Where several processes have
-    `heads` of the model, that is the mean over all of them: one all-reduce. `sinks`: the most of any row;
-    None: those of the limits.
+    `scores` are those of each layer's tokens that may be evicted, with -inf elsewhere. The tokens of a rank, one in
+    each row and head, are kept or evicted together by their mean score. Where several processes have `heads` of the
+    model, the mean is over all of them, with one all-reduce. `sinks` is the most of any row (default: those of the
+    limits).
     """
     assert limits.budget is not None, "a share of no budget"
     protected = (limits.sinks if sinks is None else sinks) + limits.window
@@ -84,7 +86,7 @@ def shared_budgets(
 
 @no_inference_mode
 def cut_to_budget(cache: CacheState) -> None:
-    """Bring every layer to its budget, and its memory to what that takes; earlier steps can't be rolled back."""
+    """Cut every layer, and its memory, to its budget. Earlier steps can't be rolled back."""
     here = cache.rows.standstill(cache.device)
     blind = []
     for layer, leaf in zip(cache.layers, leaves_of(cache.options, len(cache.rotaries)), strict=True):
@@ -120,7 +122,7 @@ def cut_to_budget(cache: CacheState) -> None:
 
 
 def _restore_policy(layer: SlotLayer) -> None:
-    """Go by the cache's own policy, which has observed nothing yet, where just the sliding window was held."""
+    """Use the cache's own policy, which has observed nothing yet, in a layer that held just the sliding window."""
     layer.rules = replace(layer.rules, policy=layer.configured_policy, merge=layer.configured_merge)
     if layer.policy.needs.per_head:
         layer.table.split_heads()
@@ -128,7 +130,7 @@ def _restore_policy(layer: SlotLayer) -> None:
 
 
 def _cut_layer(layer: SlotLayer, here: Step, ranking: Policy) -> None:
-    """Evict by `ranking` what is over the layer's budget, as if at the end of a step, and give its memory back."""
+    """Evict the tokens over the layer's budget by `ranking`, as at the end of a step, and free their memory."""
     rules, table = layer.rules, layer.table
     layer.rules = replace(rules, policy=ranking)
     try:
@@ -143,7 +145,7 @@ def _cut_layer(layer: SlotLayer, here: Step, ranking: Policy) -> None:
 
 
 def _contested(layer: SlotLayer, here: Step) -> Scores:
-    """The scores of tokens that may be evicted, -inf elsewhere; NaN ranks lowest, as it does in a layer."""
+    """The scores of tokens that may be evicted, -inf elsewhere. NaN ranks lowest, as it does in a layer."""
     least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
     # The cut itself scores once more, and state that scoring moves must move once.
     slots = replace(layer.slots_at(here), state=layer.table.copied_state())

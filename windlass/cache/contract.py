@@ -1,4 +1,4 @@
-"""A check of the policy contract: what a policy declares, and what it does in a small cache."""
+"""A check of the policy contract: a policy's declarations, and its behaviour in a small cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -101,7 +101,7 @@ def _check_declaration(policy: Policy) -> None:
 
 @dataclass(frozen=True, repr=False)
 class _CheckingPolicy(Wrapper, ModelSpecific, Initializer, Recency):
-    """Checks the policy that it wraps at every call; the cache treats it as it would treat that one."""
+    """A wrapper that checks its policy at every call. The cache treats it like the wrapped policy."""
 
     def __repr__(self) -> str:
         return repr(self.policy)
@@ -133,7 +133,7 @@ class _CheckingPolicy(Wrapper, ModelSpecific, Initializer, Recency):
         return state
 
     def _check_given(self, method: str, state: PerToken, keys: NewKeys) -> None:
-        """New tokens may be given such state as is declared, a number each."""
+        """Check that a new token's state is declared, and one number for each token."""
         expected = (keys.shape[0], keys.shape[1] if self.needs.per_head else 1, keys.shape[2])
         for name, tensor in state.items():
             if name not in self.needs.state:
@@ -173,7 +173,7 @@ class _CheckingPolicy(Wrapper, ModelSpecific, Initializer, Recency):
 
     @contextmanager
     def _watched(self, method: str, slots: Slots) -> Iterator[None]:
-        """Nothing but the declared state may change, and that in place; nothing may be raised."""
+        """Check that a call changes nothing but the declared state, in place, and raises nothing."""
         before = {"positions": slots.positions.clone()}
         before |= {name: tensor.clone() for name, tensor in slots.store.tensors().items()}
         state, statistics = dict(slots.state), dict(slots.statistics)
@@ -209,7 +209,7 @@ class _CheckingPolicy(Wrapper, ModelSpecific, Initializer, Recency):
 
 
 def _anything(given: object) -> object:
-    """`given`, whose type is not to be relied on."""
+    """Return `given` as an object of unknown type, so that its type is checked."""
     return given
 
 

@@ -1,4 +1,4 @@
-"""A step of a layer, how a backend takes it, and the kernel that takes a decode step in one call."""
+"""A step of a layer, the interface of its backends, and the kernel that takes a decode step in one call."""
 
 import copy
 import operator
@@ -35,7 +35,7 @@ Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots that are to be free,
 class LayerStep(NamedTuple):
     """A step of a layer, or of some kv heads: slots and rules, new queries, keys and values, and how they are read.
 
-    `has_evicted`: whether any token of any row may have left its slot before the step.
+    `has_evicted` tells whether any token of any row may have left its slot before the step.
     """
 
     table: SlotTable
@@ -51,15 +51,15 @@ class LayerStep(NamedTuple):
 
     @property
     def bound(self) -> int:
-        """Tokens of any row at most once the new ones are written."""
+        """The most tokens of any row once the new ones are written."""
         return self.table.occupancy_bound + max(self.step.lengths)
 
     @property
     def is_recalling(self) -> bool:
-        """Return True if tokens are to be looked for that were evicted, of whichever row.
+        """Return True if the step searches for evicted tokens, in any row.
 
-        The lengths of rows do not tell: slots that one row fills hide how many tokens another one has lost. A row that
-        has lost none finds none.
+        The lengths of rows do not tell: the slots of one row may hide how many tokens another one has lost. A row
+        without evicted tokens recalls none.
         """
         # A graph serves steps before and after the first eviction: until then all that it finds is in slots. The step
         # that comes before a graph is recorded recalls as well, so that all kernels are there.
@@ -71,7 +71,7 @@ class LayerStep(NamedTuple):
         return not self.rules.joins or max(recall.lengths, default=0) > (self.rules.budget or MAX_NUMBER)
 
     def split(self, parts: Sequence[Step]) -> list["LayerStep"]:
-        """The step in parts of it, one after the other."""
+        """Split the step into consecutive parts."""
         if len(parts) == 1:
             return [self._replace(step=parts[0])]
         columns = [part.positions.shape[1] for part in parts]
@@ -80,7 +80,10 @@ class LayerStep(NamedTuple):
         return [self._replace(states=states, step=step, call=call) for states, step, call in each]
 
     def fits(self, reserved: int, reserve_hint: int, longest_decode: int) -> bool:
-        """True if it is one token per row, and the table, with so many slots reserved, is as it should be for it."""
+        """Return True if the step has one token per row, and the table needs no other size for it.
+
+        `reserved` counts the slots that are reserved for evicted tokens.
+        """
         table, rules = self.table, self.rules
         slots, held = table.slots, table.occupancy_bound
         if not self.step.is_token or slots - held - reserved <= rules.recall_room or not rules.knows(self.call):
@@ -116,7 +119,7 @@ class LayerStep(NamedTuple):
 
 
 class KernelHandle(NamedTuple):
-    """A kernel, and what it was prepared for: it serves as long as all of it is the same."""
+    """A kernel, and all that it was prepared for: it serves steps for which all of that is the same."""
 
     kernel: "Decode"
     retention: Retention | None  # that the kernel sees to
@@ -133,11 +136,11 @@ class KernelHandle(NamedTuple):
         return self.retention is not None and self.retention.ranking.observe != "nothing"
 
     def keeps_observed(self, rows: int) -> bool:
-        """Return True if records keep what was observed: one token of one row is rolled back as a whole."""
+        """Return True if records keep the observation. One token of one row is rolled back without it."""
         return self.observes and rows > 1
 
     def is_all(self, asked: LayerStep) -> bool:
-        """Return True if the kernel does all there is to do in this step: no policy has to be asked."""
+        """Return True if the kernel does the whole step and needs no policy."""
         budget, policy = asked.rules.budget, asked.rules.policy
         over = 0 if budget is None else asked.bound - budget
         return over <= 1 if self.retention is not None else over <= 0 and policy.observed_queries == 0
@@ -160,11 +163,11 @@ class KernelHandle(NamedTuple):
 
 @final
 class DecodeKernel:
-    """The kernel for steps of one token per row of one layer, prepared when such a step comes.
+    """The kernel for steps of one token per row of one layer, prepared when the first such step comes.
 
-    It serves keys and values that are stored as they are, in texts whose tokens are read at their own positions: not
-    merged or counted tokens, pictures, an indexer, policies that change keys or ask for token ids, or norms after RoPE.
-    It observes and evicts for policies that tell it how, and for all others writes and attends.
+    It serves keys and values that are stored as they are, in texts whose tokens are read at their own positions. It
+    does not serve merged tokens, pictures, an indexer, policies that change keys or ask for token ids, or norms after
+    RoPE. It observes and evicts for policies whose ranking it knows. For others it writes and attends.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -176,7 +179,7 @@ class DecodeKernel:
         return DecodeKernel(copy.deepcopy(self._policy, memo))
 
     def of(self, asked: LayerStep) -> KernelHandle | None:
-        """The kernel for this step; None where the step is none that it serves."""
+        """The kernel for this step. None: the kernel does not serve such a step."""
         step, call, (queries, keys, values) = asked.step, asked.call, asked.states
         if not step.is_token or not kernels.has_decode(queries.device.type):
             return None
@@ -194,7 +197,7 @@ class DecodeKernel:
         return prepared
 
     def _prepare(self, asked: LayerStep) -> KernelHandle | None:
-        """A kernel for steps like this one; None where it can't be served."""
+        """Prepare a kernel for steps like this one. None: it can't serve them."""
         table, rules, rotary, (queries, keys, values), step, mode, call, *_ = asked
         held, end, tables = table.store.in_place(), MAX_NUMBER, None
         if held is None or rules.merge is not None or TOKEN in table.state or changes_keys(self._policy):
@@ -223,25 +226,25 @@ class DecodeKernel:
 
 
 class StepPlan(ABC):
-    """A step of a layer as one backend takes it: nothing has changed when it is planned. Run it, then record it.
+    """A step of a layer as one backend takes it. Planning changes nothing. Run the plan, then record it.
 
-    `FusedStep` is the backend of one call of a kernel, `GenericStep` that of the four verbs one by one.
+    `FusedStep` takes a step in one call of a kernel. `GenericStep` takes its four verbs one by one.
     """
 
     @abstractmethod
     def run(self) -> Attended:
-        """Write the new tokens and attend; returns what the queries read."""
+        """Write the new tokens and attend. Returns the attention output."""
 
     @abstractmethod
     def record(self) -> StepRecord:
-        """Observe and evict, and let the table be as after the step; returns how all of it is undone."""
+        """Observe and evict, and update the table. Returns the record that undoes the step."""
 
 
 @final
 class FusedStep(StepPlan):
-    """A step of one layer. The kernel leaves it in memory of its own, which the table has once it is recorded.
+    """A step of one layer in a kernel, which writes the results to new memory. The table takes it when recorded.
 
-    What `released` steps evicted is free afterwards.
+    The slots that `released` steps reserved for evicted tokens are free afterwards.
     """
 
     def __init__(
@@ -280,9 +283,9 @@ class FusedStep(StepPlan):
 
 
 def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]:
-    """Let the tokens of a step have the state that the policy gives them, where a kernel gave them 0; returns it.
+    """Give the tokens of a step the state that the policy gives them, where a kernel wrote 0. Returns that state.
 
-    They stand in the window, so that no kernel has ranked them yet.
+    The tokens stand in the window, so no kernel has ranked them yet.
     """
     queries, keys, _ = asked.states
     initial = initial_state(asked.rules.policy, asked.layer, asked.heads, queries, keys)
@@ -293,7 +296,7 @@ def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]
 
 
 def _retention(rules: LayerConfig) -> Retention | None:
-    """Rules by which the kernel observes and evicts in place of the policy; None where the policy has to be asked."""
+    """The rules by which the kernel observes and evicts in place of the policy. None: the policy has to be asked."""
     ranking = ranking_of(rules.policy)
     if ranking is None:
         return None
@@ -301,7 +304,7 @@ def _retention(rules: LayerConfig) -> Retention | None:
 
 
 def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor, end: int) -> RecallSlots | None:
-    """The recall store as a kernel reads it, beside slots with `keys`, in a text up to `end`; None where it can't."""
+    """The recall store as a kernel reads it, beside slots with `keys`, in a text up to `end`. None: it can't."""
     recall, turn = table.recall, None
     assert recall is not None, "a table that recalls nothing"
     pieces, names = recall.pieces(), tuple(table.state)
@@ -324,7 +327,7 @@ def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor, end: int) -> 
 
 
 def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | None:
-    """Whose memory a kernel knows: keys, values, and tables. None where keys and values are not all that is held."""
+    """The tensors whose memory a kernel knows: keys, values, and tables. None: the store holds more than these."""
     held: tuple[Tensor, ...] | None = table.store.in_place()
     if held is None:
         return None
@@ -334,7 +337,7 @@ def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | No
 
 
 def _numbers(asked: LayerStep) -> tuple[object, ...]:
-    """Sizes and numbers that are the same in all steps that one kernel serves."""
+    """Sizes and numbers that all steps of one kernel share."""
     (queries, keys, values), call = asked.states, asked.call
     sizes = queries.shape, keys.shape, values.shape, queries.dtype, keys.dtype, values.dtype
     return *sizes, tuple(asked.table.state), call.scale, call.softcap, asked.step.sinks is None

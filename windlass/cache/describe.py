@@ -14,10 +14,10 @@ from windlass.positions.modes import Original, Windowed
 
 
 def bytes_by_part(cache: CacheState) -> dict[str, int]:
-    """Bytes of all tensors that a cache keeps alive; what several of them share counts once, in the first part.
+    """Bytes of all tensors that a cache keeps alive, by part. Shared memory counts once, in the first part.
 
-    The parts are the tensors of the layers, by name: keys, values, positions, state. Then come "key_means", those
-    that a store did not take over as they are, and "rollback": what is kept so that steps can be taken back.
+    The parts are the tensors of the layers, by name: keys, values, positions, state. Then come "recurrent states",
+    "key_means" where the store copied them, and "rollback" for the records of steps that can be rolled back.
     """
     layers = cache.layers_to_read
     parts = [part for layer in layers for part in layer.tensors().items()]
@@ -53,9 +53,9 @@ def _tensors_in(record: object) -> Iterator[Tensor]:
 
 
 def recall_bytes(cache: CacheState) -> int:
-    """Bytes of what was evicted and can be recalled, beside `bytes_by_part`.
+    """Bytes of evicted tokens that can be recalled, beside `bytes_by_part`.
 
-    They are in the host's memory or a file, but for digests and positions, which lie where tokens are ranked.
+    They are in the host's memory or a file, except digests and positions, which are on the device that ranks tokens.
     """
     return sum(tensor.nbytes for tensor in _recalled(cache))
 
@@ -78,7 +78,7 @@ def recall_note(cache: CacheState) -> str:
 
 
 def reading_now(cache: CacheState) -> str:
-    """The position mode in which the newest token of the longest row is read; for `auto`, the one that it is there."""
+    """The position mode in which the newest token of the longest row is read. `auto` gives its current mode."""
     mode = cache.positions.within(cache.trained_length, cache.limits.budget is not None)
     if not isinstance(mode, Windowed):
         return str(mode)
@@ -89,7 +89,7 @@ def reading_now(cache: CacheState) -> str:
 
 
 def beyond_note(cache: CacheState) -> str | None:
-    """A warning about a full cache that reads a text beyond the trained length of its model; None for others."""
+    """A warning about a full cache that reads a text beyond the trained length of its model. None: no such cache."""
     trained, tokens = cache.trained_length, max(cache.next_positions)
     if (
         trained is None
@@ -172,7 +172,7 @@ def facts(cache: CacheState) -> dict[str, str]:
 
 
 def as_text(cache: CacheState) -> str:
-    """Two lines: what was asked for, and what is held."""
+    """Two lines: the cache's options, and its tokens and bytes."""
     told = facts(cache)
     name = f"KVCache of {told.pop('model')}" if "model" in told else "KVCache"
     seen, kept, held = (told.pop(each) for each in ("tokens seen", "tokens kept", "bytes held"))

@@ -1,10 +1,9 @@
-"""Sequence edits: what happens to a text after it was read.
+"""Sequence edits: changes to a text after it was read.
 
 All of them change integers. `drop`, `keep` and `shift` touch positions only. `divide` sorts the slots as well, so
-that tokens which then share a position lie in the order of the text. `copy` moves keys and values to another row, byte
-for byte. `splice` joins two texts: keys and values are copied byte for byte, and converted once into another kind of
-store. Ranges are half-open.
-After an edit other than `rollback`, the steps before it can no longer be rolled back.
+that tokens which then share a position lie in the order of the text. `copy` copies keys and values to another row,
+byte for byte. `splice` joins two texts: keys and values are copied byte for byte, or converted once into another kind
+of store. Ranges are half-open. After an edit other than `rollback`, earlier steps can no longer be rolled back.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def check_pictures(cache: CacheState, step: Step) -> None:
 
 
 def refuse_pictures(cache: CacheState, what: str) -> None:
-    """Raises: UsageError for an edit, `what`, of a text with pictures."""
+    """Raises: UsageError for an edit, with the given name, of a text with pictures."""
     if has_places(cache):
         raise UsageError(
             f"{what}: this text has pictures, whose tokens stand on several axes; reset, and read it again"
@@ -65,7 +64,7 @@ def refuse_pictures(cache: CacheState, what: str) -> None:
 
 
 def has_places(cache: CacheState) -> bool:
-    """Return True if a slot has the places where its token is read."""
+    """Return True if slots have the places at which their tokens are read."""
     return any(layer.rules.has_places for layer in cache.layers)
 
 
@@ -115,7 +114,7 @@ def check_places(cache: CacheState, rows: Sequence[int], start: int, end: int, b
 
 
 def shift_places(cache: CacheState, rows: Sequence[int], start: int, end: int, by: int) -> None:
-    """Move the places of tokens whose positions are from `start` up to `end`; to be called before these move."""
+    """Move the places of tokens whose positions are from `start` up to `end`. Call it before the positions move."""
     for layer in cache.layers:
         if not layer.is_empty and layer.rules.has_places:
             for row in rows:
@@ -130,15 +129,15 @@ def _is_in(positions: Tensor, start: int, end: int) -> Tensor:
 
 @no_inference_mode
 def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
-    """Forget the newest `tokens` of every row (or one number per row), their evictions and policy state included.
+    """Roll back the newest `tokens` of every row (or one number per row), with their evictions and policy state.
 
-    Taking back all tokens of a pass leaves the cache as if they had never been written. Of a pass that is taken back in
-    part, the tokens that stay were computed beside the others: where these decide how a token is read, the result
-    differs from one that never had them. So it is with a store that holds the newest tokens in full precision
-    (`int4(newest=3)`), with dynamic NTK past the trained length, whose rotation depends on the length of the text, and
-    with a row that idled over budget, after a splice: it stays cut.
+    After a rollback of a whole pass, the cache is as if its tokens had never been written. A pass can be rolled back in
+    part, but its remaining tokens were computed together with the others. Where those decide how a token is read, the
+    result differs from a text that never had them. This is so with a store that holds the newest tokens in full
+    precision (`int4(newest=3)`), and with dynamic NTK past the trained length, where the rotation depends on the length
+    of the text. A row that idled over budget, after a splice, stays cut.
 
-    Raises: UsageError when they reach further back than can be rolled back; nothing is changed.
+    Raises: UsageError when they reach further back than can be rolled back. Then nothing is changed.
     """
     each = tokens if isinstance(tokens, (list, tuple)) else [tokens] * cache.batch_size
     counts = [whole_number("rollback's tokens", one, 0, MAX_NUMBER) for one in each]
@@ -181,7 +180,7 @@ def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
 
 @no_inference_mode
 def drop(cache: CacheState, start: int, end: int, row: int | None = None) -> None:
-    """Free the tokens at positions `start` up to `end`; the others keep their places.
+    """Free the tokens at positions `start` up to `end`. The others keep their positions.
 
     Dropping the newest tokens moves the end of the text back to `start`.
     """
@@ -204,11 +203,11 @@ def keep(cache: CacheState, start: int, end: int, row: int | None = None) -> Non
 def shift(cache: CacheState, start: int, end: int, by: int, row: int | None = None) -> None:
     """Add `by` to the positions from `start` up to `end`.
 
-    The tokens of a text with pictures are read `by` further on, too, on all axes.
+    In a text with pictures, the tokens' places move by as much on all axes.
 
-    Raises: UsageError when a token would stand before 0, where another one stands, or past the end of its text; in a
-    text with pictures, when the range ends before the text, tears a picture, or tokens would be read before 0 or
-    before such as were before them.
+    Raises: UsageError when a token would stand before 0, on another token, or past the end of its text. In a text with
+    pictures also when the range ends before the text, tears a picture, or a token would be read before 0 or before the
+    text in front of it.
     """
     refuse_edit(cache.recurrent, "shift")
     _check_range(start, end)
@@ -231,9 +230,7 @@ def shift(cache: CacheState, start: int, end: int, by: int, row: int | None = No
 
 @no_inference_mode
 def divide(cache: CacheState, start: int, end: int, by: int, row: int | None = None) -> None:
-    """Divide the positions from `start` up to `end`, rounding down: several tokens may share one.
-
-    These keep the order in which they stood.
+    """Divide the positions from `start` up to `end`, rounding down. Tokens that then share one keep their order.
 
     Raises: UsageError when the end of a text would move before a token that stays.
     """
@@ -292,7 +289,7 @@ def _check_end(stays: Tensor, text_end: int, edit: str) -> None:
 
 @no_inference_mode
 def select_rows(cache: CacheState, rows: Tensor) -> None:
-    """Keep the batch rows at `rows`, in that order; a row may be named more than once."""
+    """Keep the batch rows at `rows`, in that order. A row may be named more than once."""
     check_kind("rows", rows, Tensor, "a tensor of row numbers", "write torch.tensor([1, 0])")
     for row in rows.tolist():
         check_row(cache, row, "row")
@@ -336,8 +333,8 @@ def _check_range(start: int, end: int) -> None:
 def put_row(cache: CacheState, row: int, other: CacheState, source: int = 0) -> None:
     """Overwrite row `row` with row `source` of a cache with the same options: its tokens, positions and policy state.
 
-    The numbers of rows may differ, and which slots are free; `other` stays as it is. Nothing is left of the old row.
-    Afterwards no earlier step can be rolled back.
+    The caches may differ in their numbers of rows and their free slots. `other` does not change. Nothing of the old row
+    remains, and no earlier step can be rolled back.
 
     Raises: UsageError for a cache of another model, or with other options, naming the first that differs.
     """
@@ -354,7 +351,7 @@ def put_row(cache: CacheState, row: int, other: CacheState, source: int = 0) -> 
 
 @no_inference_mode
 def clear_row(cache: CacheState, row: int) -> None:
-    """Let row `row` begin a new text. Nothing of its old one is left, not even where no slot is in use.
+    """Begin a new text in row `row`. Nothing of the old one remains, not even in free slots.
 
     Afterwards no earlier step can be rolled back.
     """
@@ -372,10 +369,10 @@ def clear_row(cache: CacheState, row: int) -> None:
 
 @no_inference_mode
 def arrange_rows(cache: CacheState, rows: Sequence[int | None]) -> None:
-    """Keep the rows at `rows`, each named once, in that order; None stands for one that begins a new text.
+    """Keep the rows at `rows`, each named once, in that order. None stands for a row that begins a new text.
 
     Memory is taken, and given back, one layer after the other. Afterwards no earlier step can be rolled back. After an
-    error the cache is good for nothing but `reset`.
+    error only `reset` makes the cache usable again.
     """
     select_rows(cache, torch.tensor([0 if row is None else row for row in rows]))
     for index, row in enumerate(rows):
@@ -469,9 +466,9 @@ def _put_states(mine: RecurrentLayer, row: int, theirs: RecurrentLayer, source: 
 
 @no_inference_mode
 def begin_after(cache: CacheState, prefix: int, ids: Sequence[int]) -> None:
-    """Let the text of a cache of one row be the tokens `ids`, which stand behind `prefix` others; these are dropped.
+    """Drop the first `prefix` tokens of a cache of one row, so that its text is the tokens `ids` behind them.
 
-    It is then cut to the budget, if there is one. Earlier steps can't be rolled back.
+    The cache is then cut to its budget, if it has one. Earlier steps can't be rolled back.
     """
     end = cache.next_positions[0]
     if prefix:
@@ -488,7 +485,7 @@ def begin_after(cache: CacheState, prefix: int, ids: Sequence[int]) -> None:
 
 
 def held_positions(cache: CacheState, row: int) -> set[int]:
-    """The positions of a row's tokens that any head of any layer holds, of whatever rank."""
+    """The positions of a row's tokens that any head of any layer holds, on any rank."""
     held = [layer.positions[row].flatten() for layer in cache.layers if not layer.is_empty]
     own = {position for each in held for position in each.unique().tolist() if position >= 0}
     return own if cache.heads is None else own.union(*cache.heads.ranks.gathered(own))
@@ -498,7 +495,7 @@ EDIT: Final = "recompute"  # what errors call it
 
 
 def check_rewrite(cache: CacheState, end: int, added: CacheState | None = None) -> None:
-    """Raises: UsageError for a cache whose texts, up to `end`, can't have tokens written over.
+    """Raises: UsageError for a cache whose texts, up to `end`, can't be recomputed in place.
 
     `added` is a cache whose tokens are to come into it, and tells which layers have a sliding window where this one is
     empty.
@@ -541,13 +538,13 @@ def check_rewrite(cache: CacheState, end: int, added: CacheState | None = None) 
 
 @no_inference_mode
 def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0, at: int | None = None) -> None:
-    """Put the kept tokens of row `source` of another cache into row `row`: after its text, or at position `at`.
+    """Put the kept tokens of row `source` of another cache into row `row`, after its text or at position `at`.
 
-    What stands at `at` and behind it is moved to behind the other text. Keys are copied (converted once, into another
-    kind of store); distances among them stay. They have not seen the text before them, as after any join. What exceeds
-    the budget goes at the next step.
+    Tokens at and behind `at` move behind the other text. Keys are copied, or converted once into another kind of store,
+    and distances among them stay. The spliced tokens have not seen the text before them, as after any join. Tokens over
+    the budget are evicted at the next step.
 
-    Raises: UsageError when the caches differ in model or layout, or `at` lies behind the text; nothing is changed.
+    Raises: UsageError when the caches differ in model or layout, or `at` lies behind the text. Then nothing is changed.
     """
     check_kind("other", other, CacheState, "a KVCache")
     refuse_edit(cache.recurrent, "splice")
@@ -596,7 +593,7 @@ def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0, 
 
 
 def _heads(cache: CacheState) -> list[tuple[Heads, ...]]:
-    """Which kv heads of each layer lie together, where not all do."""
+    """The kv heads of each layer that lie together, in layers whose heads are in groups."""
     return [its.heads for its in cache.by_layer]
 
 

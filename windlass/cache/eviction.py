@@ -1,4 +1,4 @@
-"""Over budget: the tokens that rank lowest leave their slots, and may be merged into others."""
+"""Eviction: the tokens that rank lowest leave their slots, and may be merged into others."""
 
 from dataclasses import replace
 
@@ -15,9 +15,9 @@ from windlass.policies.calls import scores_of
 
 
 def parts_of(table: SlotTable, rules: LayerConfig, step: Step, is_recalling: bool) -> tuple[Step, ...]:
-    """`step.parts`, unless nothing depends on it: no token is evicted, recalled, observed or held in another precision.
+    """`step.parts`, or the whole step if it evicts, recalls, observes and holds in full precision no token.
 
-    `is_recalling`: whether tokens that were evicted are to be looked for.
+    `is_recalling` tells whether the step searches for evicted tokens.
     """
     is_evicting = rules.budget is not None and table.occupancy_bound + max(step.lengths) > rules.budget
     is_observing = rules.policy.observed_queries != 0 or table.store.full_precision.newest > 0
@@ -27,7 +27,8 @@ def parts_of(table: SlotTable, rules: LayerConfig, step: Step, is_recalling: boo
 def scores_over_budget(table: SlotTable, rules: LayerConfig, layer: int, slots: Slots) -> Scores:
     """The policy's scores of a layer in which some row is over budget.
 
-    State that the policy moves while it scores is put back in the other rows: alone, they would not be scored.
+    A policy may change state as it scores. Rows within the budget get their state back: alone, they would not be
+    scored.
     """
     assert rules.budget is not None, "scores without a budget"
     before = table.copied_state() if len(slots.next_positions) > 1 else {}
@@ -44,7 +45,7 @@ def evict(
 ) -> StepRecord:
     """Reserve the slots of the tokens over budget whose `score` is lowest, and merge the tokens if the rules say so.
 
-    Returns the record with what was there.
+    Returns the record with the evicted tokens and, after a merge, the former contents of the slots that took them.
     """
     assert rules.budget is not None, "eviction without a budget"
     count, evicted_count = table.slots - rules.budget, table.occupancy_bound - rules.budget
@@ -68,7 +69,7 @@ def evict(
 
 
 def _merged(table: SlotTable, rules: LayerConfig, record: StepRecord, checkpoint: Checkpoint | None) -> StepRecord:
-    """Merge the tokens that `record` evicted into kept slots; `checkpoint` is told before these are overwritten."""
+    """Merge the tokens that `record` evicted into kept slots. `checkpoint` gets the plan before it is applied."""
     assert rules.merge is not None, "a merge without a rule"
     assert record.evicted is not None, "a merge without an eviction"
     assert record.evicted_positions is not None, "evicted tokens without positions"

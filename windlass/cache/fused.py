@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StepLog:
-    """One step: what it was given, and the memory that undoes it.
+    """One step: its inputs, and the memory that undoes it.
 
-    `taken` counts the tokens that steps of this object wrote before, in the longest row; `lengths` those of each row in
-    a recall store. `initial` is, per layer, the state that the policy gave the new tokens.
+    `taken` counts the tokens that earlier steps of this object wrote, in the longest row. `lengths` are the rows'
+    lengths in a recall store before the step. `initial` is, per layer, the state that the policy gave the new tokens.
     """
 
     step: Step
@@ -62,7 +62,10 @@ class StepLogs:
 
 @dataclass(frozen=True, eq=False)
 class DecodePlan:
-    """A step of all layers: the logs before and after it, and what it frees; `count` steps were taken before."""
+    """A step of all layers: the logs before and after it, and the slots it frees.
+
+    `count` is the number of steps taken before it.
+    """
 
     before: StepLogs
     after: StepLogs
@@ -77,10 +80,10 @@ class DecodePlan:
 
 @final
 class FusedDecode:
-    """Decode steps of all layers of a cache, for the `kernels` of one model's decoder: plan a step, then run it.
+    """Decode steps of all layers of a cache, for the `kernels` of one model's decoder. Plan a step, then run it.
 
-    Layers get the records of all steps when `settle` is called. Until then their positions and states are those of now,
-    and their histories and counts those of before.
+    Layers get the records of all steps when `settle` is called. Until then their positions and states are current, but
+    their histories and counts are those from before the steps.
     """
 
     def __init__(
@@ -142,9 +145,9 @@ class FusedDecode:
         mode: PositionMode,
         calls: Sequence[AttentionCall],
     ) -> FusedDecode | None:
-        """For a step of these layers and others like it; None where one of them takes more than a kernel.
+        """A backend for this step and others like it. None: a kernel alone can't take them.
 
-        `hidden` tells shape and dtype.
+        `hidden` gives shape and dtype.
         """
         asked, handles = [], list[KernelHandle]()
         for layer, kernel, call in zip(layers, decoder, calls, strict=True):
@@ -178,12 +181,12 @@ class FusedDecode:
         return plan is not None and plan.log.step is step and self._steps.count > plan.count
 
     def take(self, step: Step, hidden: Hidden) -> Hidden:
-        """Take a step; returns the output of the decoder's last layer."""
+        """Plan a step and run it. Returns the output of the decoder's last layer."""
         self._plan = self.plan(step, hidden)
         return self.run(self._plan)
 
     def plan(self, step: Step, hidden: Hidden) -> DecodePlan:
-        """The plan of the next step; nothing has changed yet."""
+        """Plan the next step. This changes nothing yet."""
         before = self._state
         kept, dropped, size = list(before.logs), list[StepLog](), sum([log.size for log in before.logs])
         older = [history.split(self._limit - size) for history in before.starting] if before.has_older else []
@@ -211,7 +214,7 @@ class FusedDecode:
         return DecodePlan(before, after, tuple(dropped), released, self._steps.count)
 
     def run(self, plan: DecodePlan) -> Hidden:
-        """Take the step that was planned last; returns the output of the decoder's last layer."""
+        """Run the step that was planned last. Returns the output of the decoder's last layer."""
         log = plan.log
         result = self._steps.step(log.token, log.memory, [each.memory for each in plan.dropped])
         for layer, slots in zip(self._layers, plan.released, strict=False):
@@ -234,7 +237,7 @@ class FusedDecode:
         self._steps.take_back(plan.log.token, plan.log.memory, [each.memory for each in plan.dropped])
 
     def forget(self) -> None:
-        """Let no step so far be undone, and free what they reserve."""
+        """Make all steps so far permanent, and free the slots that they reserve."""
         state, histories = self._state, list[History]()
         for number, layer in enumerate(self._layers):
             histories.append(state.starting[number].forgotten(0, 0, layer.table.positions))
@@ -245,7 +248,7 @@ class FusedDecode:
         self._go_on(histories)
 
     def settle(self) -> None:
-        """Let the layers know of all steps, with a record for each that can be undone."""
+        """Bring the layers up to date, with a record for each step that can be undone."""
         state = self._state
         for number, layer in enumerate(self._layers):
             table, history = layer.table, state.starting[number]
@@ -278,7 +281,7 @@ class FusedDecode:
         return held if budget is None else min(held, budget)
 
     def _record(self, layer: SlotLayer, number: int, log: StepLog, states: dict[str, Tensor]) -> StepRecord:
-        """The record of a step in a layer. `states` are those of now, which differ in slots that are free before it."""
+        """The record of a step in a layer. `states` are the current ones, which differ in slots that were free."""
         memory, steps, is_over = log.memory, self._steps, self._is_over(number, log)
         evicted, positions = steps.evicted(memory, number) if is_over else (None, None)
         observed, mass = steps.state(memory, number), steps.mass(memory, number)
@@ -304,7 +307,7 @@ class FusedDecode:
         )
 
     def _put_initial_state(self, log: StepLog) -> None:
-        """Let the new tokens have the state that the policy gives them; no kernel has ranked them yet."""
+        """Give the new tokens the state that the policy gives them. No kernel has ranked them yet."""
         for number, layer in enumerate(self._layers):
             queries, keys = self._steps.queries(log.memory, number), self._steps.keys(log.memory, number)
             initial = initial_state(layer.policy, layer.index, layer.heads, queries, keys)
@@ -316,7 +319,7 @@ class FusedDecode:
 
 
 def _are_alike(layers: Sequence[SlotLayer], step: Step) -> bool:
-    """Return True if one count of tokens serves all recall stores, and one number of sinks all layers."""
+    """Return True if all recall stores have the same lengths, and all or no layers have recall and sinks per row."""
     recalls = {layer.table.recall.lengths for layer in layers if layer.table.recall is not None}
     have_recall = {layer.table.recall is not None for layer in layers}
     sinks = {layer.rules.row_sinks(step) is not None for layer in layers}
@@ -324,7 +327,7 @@ def _are_alike(layers: Sequence[SlotLayer], step: Step) -> bool:
 
 
 def _steps_left(layer: SlotLayer, handle: KernelHandle) -> int:
-    """How many tokens a layer takes before it has to grow, or its policy has to be asked."""
+    """The number of tokens that a layer takes before it has to grow, or its policy has to be asked."""
     table, rules, limit = layer.table, layer.rules, layer.rules.limits.rollback
     own, held = table.slots - rules.recall_room, table.occupancy_bound
     left = own - held - layer.history.reserved

@@ -1,4 +1,4 @@
-"""The slots of one layer of the model: of all its kv heads, or of some heads each, which attend by themselves."""
+"""The slots of one layer of the model, for all its kv heads together or for groups of heads with slots of their own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def leaves_of(options: CacheOptions, layers: int) -> list[Leaf]:
 
 
 def _layer_limits(options: CacheOptions, layers: int) -> list[Limits]:
-    """The limits of each layer: those of the cache, but for what the policy lets it keep."""
+    """The limits of each layer: those of the cache, with the layer's budget if the policy gives one."""
     limits, budgeter = options.limits, find(options.policy, Budgeter)  # type: ignore[type-abstract]  # none is made
     if limits.budget is None or budgeter is None:
         return [limits] * layers
@@ -62,7 +62,7 @@ Read = Callable[[SlotLayer, Queries, AttentionCall], Attended]
 
 @dataclass(frozen=True)
 class HeadGroups:
-    """The slot `layers` of one layer of the model, each with the kv `heads` that it holds; no heads: one has all."""
+    """The slot `layers` of one layer of the model, each with its kv `heads`. Without heads, one slot layer has all."""
 
     layers: tuple[SlotLayer, ...]
     heads: tuple[Heads, ...]
@@ -79,7 +79,7 @@ class HeadGroups:
 
     @property
     def whole(self) -> SlotLayer | None:
-        """The slots of all heads together; None where heads have slots of their own."""
+        """The slots of all heads together. None: heads have slots of their own."""
         return None if self.heads else self.layers[0]
 
     @property
@@ -88,7 +88,7 @@ class HeadGroups:
         return sum(map(len, self.heads))
 
     def step(self, take: Take, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
-        """Take a step of each group of heads by itself; returns the attention of all queries.
+        """Take a step of each group of heads by itself. Returns the attention of all queries.
 
         Raises: UsageError for another number of kv heads, or an indexer, whose picks are for all heads.
         """
@@ -117,7 +117,7 @@ class HeadGroups:
         return [own[0] if len(own) == 1 else torch.cat(own, dim) for own in pieces]
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
-        """The states of which each group has its part of `parts`."""
+        """The states of all heads, joined from each group's `parts`."""
         if not self.heads:
             return parts[0]
         found: dict[int, Tensor] = {}
@@ -132,7 +132,7 @@ class HeadGroups:
 
 
 def _runs(heads: Heads) -> list[tuple[int, int]]:
-    """The neighbours among `heads`, which rise: (first, how many)."""
+    """The runs of consecutive numbers among rising `heads`, as (first, count)."""
     starts = [heads[0], *(head for before, head in pairwise(heads) if head != before + 1)]
     stops = [*(before + 1 for before, head in pairwise(heads) if head != before + 1), heads[-1] + 1]
     return [(start, stop - start) for start, stop in zip(starts, stops, strict=True)]

@@ -17,7 +17,7 @@ from windlass.stores.full_precision import FullPrecisionRing
 
 
 class Checkpoint(NamedTuple):
-    """A layer before `step`. A merge is noted in `merged` before it overwrites slots."""
+    """A layer before `step`. A merge plan is added to `merged` before it overwrites slots."""
 
     step: Step
     table: TableSnapshot
@@ -26,7 +26,7 @@ class Checkpoint(NamedTuple):
     merged: list[MergePlan]
 
     def restore(self, table: SlotTable) -> None:
-        """Let `table` be what it was."""
+        """Restore `table` to this checkpoint."""
         for plan in reversed(self.merged):
             plan.revert(table.store, table.state)
         table.restore(self.table)
@@ -59,9 +59,9 @@ class History(NamedTuple):
         return History(self.records[:-1], self.has_evicted, self.size - last.size, self.reserved - last.evicted_count)
 
     def forgotten(self, tokens: int, newest: int, positions: Tensor) -> History:
-        """With its `newest` records and, before them, those of `tokens` tokens or fewer.
+        """The history with its `newest` records and, before them, those of `tokens` tokens or fewer.
 
-        What the others reserved in `positions`, those of a table's slots, is freed.
+        The slots that older records reserved in `positions`, those of a table's slots, are freed.
         """
         history, released = self.split(tokens, newest)
         for evicted, evicted_positions in released:
@@ -69,7 +69,7 @@ class History(NamedTuple):
         return history
 
     def split(self, tokens: int, newest: int = 0) -> tuple[History, tuple[tuple[SlotIndex, SlotIndex], ...]]:
-        """The history that `forgotten` gives, and which slots it frees: with the positions of their tokens."""
+        """The history that `forgotten` returns, and the slots that it frees, with the positions of their tokens."""
         records = self.records
         kept = len(records) - newest
         older = self.size - sum([record.size for record in records[max(kept, 0) :]])
@@ -84,7 +84,7 @@ class History(NamedTuple):
         return (self if at == 0 else History(records[at:], self.has_evicted, size, reserved)), tuple(released)
 
     def ring_before(self, counts: Sequence[int], ring: FullPrecisionRing) -> dict[str, Tensor] | None:
-        """Contents of `ring` before these many tokens of each row; None unless a pass set them aside there."""
+        """The contents of `ring` before the newest `counts` tokens of each row. None: no pass has set them aside."""
         for record in reversed(self.records):
             kept, counts = record.split(counts)
             if any(kept):
@@ -94,7 +94,7 @@ class History(NamedTuple):
         return None
 
     def can_roll_back(self, counts: Sequence[int]) -> bool:
-        """Return True if the records tell how to roll these many tokens of each row back."""
+        """Return True if the records are enough to roll back these many tokens of each row."""
         for record in reversed(self.records):
             if not any(counts):
                 break
@@ -107,10 +107,10 @@ class History(NamedTuple):
         return not any(counts)
 
     def rolled_back(self, counts: Sequence[int], here: Step, table: SlotTable) -> tuple[History, list[StepRecord]]:
-        """Take every step with one of the newest `counts` tokens of each row out of `table`; `here` is where rows end.
+        """Undo in `table` every step with one of the newest `counts` tokens of each row. `here` tells where rows end.
 
-        Returns the history without them, and of each step, oldest first, what is to be taken again: the tokens
-        of rows that keep them.
+        Returns the history without these steps. Of steps that some rows keep, it returns their records too, oldest
+        first, cut to the tokens that have to be written again.
         """
         history, kept_records = self, []
         while any(counts):
@@ -122,7 +122,7 @@ class History(NamedTuple):
         return history, kept_records[::-1]
 
     def without_last_pass(self, table: SlotTable) -> tuple[History, dict[str, Tensor]]:
-        """Take the newest pass out of `table`; returns what is left, and the full-precision tokens before it."""
+        """Undo the newest pass in `table`. Returns the history before it, and the full-precision tokens before it."""
         history = self
         while True:
             record = history.undo_last(table)
@@ -131,7 +131,7 @@ class History(NamedTuple):
                 return history, record.ring
 
     def undo_last(self, table: SlotTable) -> StepRecord:
-        """Take the newest step out of `table`, but for what its store holds in full precision."""
+        """Undo the newest step in `table`, except for the store's full-precision tokens."""
         record = self.records[-1]
         if record.evicted is not None and record.evicted_positions is not None:
             table.put_back(record.evicted, record.evicted_positions)
@@ -145,7 +145,7 @@ class History(NamedTuple):
 
 
 def written_again(record: StepRecord, table: SlotTable) -> StepRecord:
-    """Let the tokens of a step that was undone stand in `table` again; returns its record, from the table as it is."""
+    """Write the tokens of an undone step into `table` again. Returns their record for the table as it is now."""
     again = replace(
         record,
         occupancy_bound=table.occupancy_bound,

@@ -41,7 +41,7 @@ from windlass.stores.base import Parts, Store
 
 @final
 class SlotLayer(Layer):
-    """Slots of one attention layer; sized from the first keys it sees."""
+    """Slots of one attention layer, sized from the first keys it sees."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class SlotLayer(Layer):
 
     @property
     def store(self) -> Store:
-        """How keys and values are held."""
+        """The format of keys and values."""
         return self.table.store
 
     @property
@@ -83,7 +83,7 @@ class SlotLayer(Layer):
 
     @property
     def policy(self) -> Policy:
-        """Which tokens the layer keeps at this moment."""
+        """The policy that decides at this moment which tokens the layer keeps."""
         return self.rules.policy
 
     @property
@@ -93,13 +93,13 @@ class SlotLayer(Layer):
 
     @property
     def sliding_window(self) -> int | None:
-        """The model's own."""
+        """The model's sliding window in this layer. None: it has none."""
         return self.rules.sliding_window
 
     def step(
         self, queries: Queries, keys: NewKeys, values: NewValues, step: Step, mode: PositionMode, call: AttentionCall
     ) -> Attended:
-        """Write, attend, observe, evict; returns what the queries read. Until `commit`, `take_back` undoes it."""
+        """Write, attend, observe, evict. Returns the attention output. Until `commit`, `take_back` undoes the step."""
         asked = self.asked((queries, keys, values), step, mode, call)
         if (handle := self.whole_step(asked)) is not None:
             self.checkpoint = Checkpoint(step, self.table.unwritten(), self.rules, self.history, [])
@@ -126,7 +126,7 @@ class SlotLayer(Layer):
         return GenericStep(self, asked, handle, is_continued)
 
     def _begin(self, asked: LayerStep) -> None:
-        """Note how to undo the step, and let rules and slots be as it needs them."""
+        """Note how to undo the step, and prepare rules and slots for it."""
         step, call, (_, keys, values) = asked.step, asked.call, asked.states
         if not step.is_captured:
             self.protect(step)
@@ -143,19 +143,19 @@ class SlotLayer(Layer):
     def asked(
         self, states: tuple[Queries, NewKeys, NewValues], step: Step, mode: PositionMode, call: AttentionCall
     ) -> LayerStep:
-        """A step from here, of these queries, keys and values."""
+        """A step of this layer with these queries, keys and values."""
         evicted = self.history.has_evicted
         return LayerStep(self.table, self.rules, self.rotary, states, step, mode, call, self.index, self.heads, evicted)
 
     def whole_step(self, asked: LayerStep) -> KernelHandle | None:
-        """The kernel that does all of a step; None where it takes more than that."""
+        """The kernel that does all of a step. None: a kernel alone can't take it."""
         if self.is_shared or not asked.fits(self.history.reserved, self.reserve_hint, self.longest_decode):
             return None
         prepared = self.decode_kernel.of(asked)
         return prepared if prepared is not None and prepared.is_all(asked) else None
 
     def protect(self, step: Step) -> Checkpoint:
-        """Note what the layer is before anything changes, so that `take_back` finds it again."""
+        """Make a checkpoint of the layer before anything changes, for `take_back`."""
         table = self.table.snapshot()
         history = self._history_left(step.positions.shape[1], step.is_decode, table.copies[0][1])
         self.checkpoint = Checkpoint(step, table, self.rules, history, [])
@@ -175,7 +175,7 @@ class SlotLayer(Layer):
             self.table.roll_back_recall(step.lengths)
 
     def observe_and_evict(self, record: StepRecord) -> StepRecord:
-        """Take the second half of a step; returns its record with what was evicted."""
+        """Take the second half of a step. Returns its record with the evicted tokens."""
         table, rules = self.table, self.rules
         record = let_go(table, rules, record)
         if record.queries is not None:
@@ -187,7 +187,7 @@ class SlotLayer(Layer):
         return record
 
     def keep_record(self, record: StepRecord) -> None:
-        """Keep what a step changed, so that it can be rolled back."""
+        """Add the record of a step to the history, so that the step can be rolled back."""
         if record.queries is not None and record.written.shape[-1] == len(record.step.lengths) == 1:
             record = replace(record, mass=None, queries=None)  # it is rolled back as a whole
         self.history = self.history.with_record(record)
@@ -200,7 +200,7 @@ class SlotLayer(Layer):
         self.rules, self.table.recall = rules, self.table.recall if rules.recalls else None
 
     def make_room(self, keys: NewKeys, values: NewValues, is_decode: bool, defer_eviction: bool) -> None:
-        """Slots for the new tokens: allocate, grow, or pack once decode begins."""
+        """Provide slots for the new tokens: allocate, grow, or pack once decode begins."""
         rules, table, tokens = self.rules, self.table, keys.shape[2]
         self.history = self._history_left(tokens, is_decode, table.positions)
         decode = self.longest_decode if is_decode else 0
@@ -212,14 +212,14 @@ class SlotLayer(Layer):
             self.resize(wanted)
 
     def _history_left(self, tokens: int, is_decode: bool, positions: Tensor) -> History:
-        """The steps that can be undone once `tokens` more come, which may take what `positions` reserve."""
+        """The history of steps that can be undone once `tokens` more are written into the free or reserved slots."""
         free = self.table.slots - self.table.occupancy_bound - self.history.reserved - self.rules.recall_room
         if is_decode and free >= tokens:
             return self.history
         return self.history.forgotten(self.rules.limits.rollback if is_decode else 0, 0, positions)
 
     def resize(self, slots: int) -> None:
-        """Pack the held tokens into the first of `slots` slots; earlier steps can't be rolled back."""
+        """Pack the held tokens into the first of `slots` slots. Earlier steps can't be rolled back."""
         self.forget_steps(0)
         self.table.resize(slots)
 
@@ -230,7 +230,7 @@ class SlotLayer(Layer):
 
     @property
     def is_lossless(self) -> bool:
-        """Return True if nothing but the tokens' own slots remembers that they were written."""
+        """Return True if a written token has changed nothing but its own slot."""
         return not self.history.has_evicted and self.rules.is_lossless
 
     def forget_steps(self, tokens: int, newest: int = 0) -> None:
@@ -241,7 +241,7 @@ class SlotLayer(Layer):
         return self.is_lossless or self.history.can_roll_back(counts)
 
     def holds_full_precision(self, counts: Sequence[int]) -> bool:
-        """True if the store still holds in full precision what it is to hold so without the newest `counts` tokens."""
+        """Return True if the store has all tokens that it would hold in full precision without the newest `counts`."""
         ring = self.store.full_precision
         return ring.can_roll_back(counts) or self.history.ring_before(counts, ring) is not None
 
@@ -261,14 +261,14 @@ class SlotLayer(Layer):
             self.keep_record(self.observe_and_evict(written_again(record, self.table)))
 
     def edit(self, change: Callable[[Tensor], Tensor], row: int | None = None) -> None:
-        """Replace the positions of one row, or of all; earlier steps can't be rolled back after it."""
+        """Replace the positions of one row, or of all. Earlier steps can't be rolled back after it."""
         if self.is_empty:
             return
         self.forget_steps(0)
         self.table.edit(change, slice(None) if row is None else slice(row, row + 1))
 
     def load(self, tensors: dict[str, Tensor], rules: LayerConfig, has_evicted: bool, seen: Sequence[int]) -> None:
-        """Take what `tensors` gave, of a layer that has `seen` tokens and kept them by `rules`, into an empty one."""
+        """Load the `tensors` of a layer that has `seen` tokens and kept them by `rules` into this empty layer."""
         self.rules, self.table.recall = rules, self.table.recall if rules.recalls else None
         self.table.load(tensors, rules.state, seen)
         self.history = History(has_evicted=has_evicted)
@@ -289,7 +289,7 @@ class SlotLayer(Layer):
 
 @final
 class GenericStep(StepPlan):
-    """A step whose four verbs are taken one by one; where a `handle` serves it, its kernel writes and attends."""
+    """A step whose four verbs are taken one by one. With a `handle`, its kernel writes and attends."""
 
     def __init__(self, layer: SlotLayer, asked: LayerStep, handle: KernelHandle | None, is_continued: bool) -> None:
         self._layer, self._asked, self._handle, self._is_continued = layer, asked, handle, is_continued
@@ -342,9 +342,10 @@ class GenericStep(StepPlan):
 def append(
     layer: SlotLayer, keys: NewKeys, values: NewValues, positions: Tensor, state: Parts | None = None
 ) -> SlotIndex:
-    """Write tokens that attend to nothing, at (batch, score_heads, tokens) `positions`; returns the slots they got.
+    """Write tokens that attend to nothing, at (batch, score_heads, tokens) `positions`. Returns their slots.
 
-    `state` is what they start with; None: what a step gives them. What exceeds the budget is evicted at the next step.
+    `state` is the tokens' initial state (default: the recall index, if the layer recalls). Tokens over the budget are
+    evicted at the next step.
     """
     layer.make_room(keys, values, is_decode=keys.shape[2] <= HEADROOM, defer_eviction=False)
     positions = positions.expand(-1, layer.table.score_heads, -1)
@@ -358,7 +359,7 @@ def append(
 
 
 def attend_shared(layer: SlotLayer, queries: Queries, mode: PositionMode, call: AttentionCall) -> Attended:
-    """Attention of the pass's last columns to a layer that has taken its step, and that stays as it is.
+    """Attention of the pass's last columns to a layer that has taken its step. The layer does not change.
 
     `call.sees_to` is for all columns of the step.
 
@@ -388,7 +389,7 @@ def attend_shared(layer: SlotLayer, queries: Queries, mode: PositionMode, call: 
 
 
 class _MergeUndo:
-    """A layer without what a step merged, until `redo`. An interrupt in between leaves it to the checkpoint."""
+    """A layer without the merges of a step, until `redo`. After an interrupt in between the checkpoint restores it."""
 
     def __init__(self, layer: SlotLayer, record: StepRecord) -> None:
         self._store, self._targets = layer.store, record.merged_into

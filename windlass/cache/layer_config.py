@@ -21,7 +21,7 @@ from windlass.policies.wrapper import keeps_newest
 
 
 class Layer(ABC):
-    """The memory of one layer. A step changes it for good only when it is committed."""
+    """The memory of one layer. A step is final only once it is committed."""
 
     index: int
 
@@ -32,34 +32,34 @@ class Layer(ABC):
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """Everything allocated, by name."""
+        """All allocated tensors, by name."""
 
     @abstractmethod
     def commit(self) -> None:
-        """The pass has completed: what it takes to undo an interrupted step is no longer needed."""
+        """Make the completed pass final, and free the memory that could undo an interrupted step."""
 
     @abstractmethod
     def take_back(self, step: Step) -> None:
-        """Be as before `step`, however far it came. Nothing happens where it never began, or others came after it."""
+        """Undo `step`, however far it came. It does nothing if the step never began, or other steps came after it."""
 
     @abstractmethod
     def can_roll_back(self, counts: Sequence[int]) -> bool:
-        """Return True if the newest `counts` tokens of each row can be rolled back, with all that they changed."""
+        """Return True if the newest `counts` tokens of each row can be rolled back, with all their effects."""
 
     @abstractmethod
     def roll_back(self, counts: Sequence[int], here: Step) -> None:
-        """Roll the newest `counts` tokens of each row back; `here` tells where the rows then stand.
+        """Roll back the newest `counts` tokens of each row. `here` tells where the rows then end.
 
-        Evictions that these tokens caused are undone, those of the tokens before them are not.
+        Evictions that these tokens caused are undone. Evictions by earlier tokens are not.
         """
 
     @abstractmethod
     def select_rows(self, rows: Tensor) -> None:
-        """Keep the batch rows at `rows`, which may repeat; earlier steps can't be rolled back after it."""
+        """Keep the batch rows at `rows`, which may repeat. Earlier steps can't be rolled back after it."""
 
     @abstractmethod
     def copy_row(self, source: int, target: int) -> None:
-        """Overwrite row `target` with row `source`; earlier steps can't be rolled back after it."""
+        """Overwrite row `target` with row `source`. Earlier steps can't be rolled back after it."""
 
 
 GROWTH: Final = 64  # slots of an unbounded layer grow by half, and to a multiple of this
@@ -67,10 +67,10 @@ GROWTH: Final = 64  # slots of an unbounded layer grow by half, and to a multipl
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """Which tokens a layer keeps at this moment, and where the others go.
+    """The rules by which a layer keeps tokens at this moment.
 
-    A layer whose sliding window, or chunk of attention, fits in the budget holds just as many tokens, whatever it was
-    configured with: no others are visible to the next token.
+    A layer whose sliding window, or chunk of attention, fits in the budget holds only that many tokens, as the next
+    token sees no others. Its policy is then `Recent`, without a merge rule.
     """
 
     policy: Policy
@@ -98,22 +98,22 @@ class LayerConfig:
         return (self.sliding_window, self.attention_chunk) == (call.sliding_window, call.attention_chunk)
 
     def with_budget(self, budget: int | None) -> LayerConfig:
-        """With another budget."""
+        """The rules with another budget."""
         return replace(self, limits=replace(self.limits, budget=budget), budget=budget)
 
     @cached_property
     def most_visible(self) -> int | None:
-        """The most tokens that a query sees, its own among them; None where there is no limit."""
+        """The most tokens that a query sees, its own among them. None: no limit."""
         return most_visible(self.sliding_window, self.attention_chunk)
 
     @cached_property
     def recalls(self) -> bool:
-        """Return True if what is evicted may be read again: not where the model itself no longer sees it."""
+        """Return True if evicted tokens may be recalled: not where a sliding window or chunk hides them anyway."""
         return self.limits.recall > 0 and self.most_visible is None
 
     @cached_property
     def recall_room(self) -> int:
-        """Slots that stay free, so that a step may put there what it recalls."""
+        """Slots that stay free for the tokens that a step recalls."""
         return self.limits.recall if self.recalls else 0
 
     @cached_property
@@ -130,25 +130,25 @@ class LayerConfig:
 
     @cached_property
     def joins(self) -> bool:
-        """Return True if tokens that the policy says so join the one before them as they come."""
+        """Return True if the policy decides that some tokens join the one before them as they are written."""
         return self.merge is not None and ACCUMULATES in self.policy.needs.state
 
     @cached_property
     def is_lossless(self) -> bool:
-        """Return True if a token that is not evicted leaves nothing but its own slot."""
+        """Return True if a token that is not evicted changes nothing but its own slot."""
         return not (self.policy.needs.state or self.policy.needs.statistics)
 
     @cached_property
     def headroom(self) -> int:
-        """Slots beyond the budget at rest: for the next tokens, and for those that may be rolled back."""
+        """Slots beyond the budget at rest: for the next tokens, and for tokens that may be rolled back."""
         return HEADROOM + self.limits.rollback
 
     def slots_for(
         self, tokens: int, slots: int, held: int, reserve_hint: int, longest_decode: int, defer_eviction: bool
     ) -> int:
-        """Slots that a layer with `slots` of them, `held` in use, should have before `tokens` more come.
+        """Slots that a layer with `slots` of them, `held` in use, should have before `tokens` more are written.
 
-        In decode no pass is longer than `longest_decode` tokens; 0 says that they are a chunk of a prompt.
+        In decode no pass is longer than `longest_decode` tokens. 0 means that the tokens are a chunk of a prompt.
         """
         needed, own = held + tokens, slots - self.recall_room
         if self.budget is not None and not defer_eviction:
@@ -164,11 +164,11 @@ class LayerConfig:
 
     @cached_property
     def protected(self) -> tuple[int, int]:
-        """Sinks and newest tokens that are never evicted; of a whole window all is needed by the next token."""
+        """Numbers of sinks and newest tokens that are never evicted: (0, 0) if the budget is the sliding window."""
         return (0, 0) if self.is_whole_window else (self.limits.sinks, self.limits.window)
 
     def row_sinks(self, step: Step) -> RowSinks | None:
-        """Sinks of each row, where `protected` does not tell those of all."""
+        """Sinks of each row. None: all rows have those of `protected`."""
         return None if self.is_whole_window else step.sinks
 
     def visible_in(self, step: Step) -> Visibility:

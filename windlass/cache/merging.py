@@ -1,4 +1,4 @@
-"""Merging: which kept slot takes an evicted token, and how."""
+"""Merging: the choice of a kept slot for each evicted token, and the rules that combine them."""
 
 import re
 from abc import ABC, abstractmethod
@@ -20,11 +20,11 @@ from windlass.stores.base import Parts, Store
 
 @dataclass(frozen=True)
 class TokenGroups:
-    """The evicted tokens of a layer, grouped by target slot; tensors are (batch, score_heads or kv_heads, evicted).
+    """The evicted tokens of a layer, grouped by target slot. Tensors are (batch, score_heads or kv_heads, evicted).
 
-    `targets[i]`: the slot that takes token i; its own slot where the token is dropped.
+    `targets[i]`: the slot that takes token i, or its own slot where the token is dropped.
     `is_merged[i]`: whether token i is merged, not dropped.
-    `representative[i]`: index of an arbitrary but fixed evicted token with the same target; group sums are
+    `representative[i]`: index of an arbitrary but fixed evicted token with the same target. Group sums are
     scattered there.
     """
 
@@ -39,7 +39,7 @@ class TokenGroups:
         )
 
     def add(self, base: Tensor, states: Tensor) -> Tensor:
-        """For each token, its `base` plus the sum of `states` over its group; both (batch, heads, evicted, channels).
+        """For each token, its `base` plus the sum of `states` over its group: (batch, heads, evicted, channels).
 
         `base` must be the same for all tokens of a group, and `states` 0 where a token is dropped.
         """
@@ -103,7 +103,7 @@ def next_target(candidates: MergeCandidates) -> SlotIndex:
 
 
 def nearest_target(candidates: MergeCandidates) -> SlotIndex:
-    """For each evicted token the target whose key has the largest cosine with its own; of equal ones the newest.
+    """For each evicted token the target whose key has the largest cosine with its own. The newest of equal ones wins.
 
     Where the policy ranks all heads of a row alike, the mean cosine over the heads decides.
     """
@@ -155,10 +155,10 @@ def _unit_keys(keys: SlotKeys, index: SlotIndex) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenStates:
-    """Contents of some slots; floats are float32.
+    """Contents of some slots, as float32.
 
-    `states` are keys and values side by side. `weights` say how many tokens a slot stands for, or give the policy's
-    weight where the rule has `weighs_by`; they are 0 for a token that is dropped.
+    `states` are keys and values side by side. `weights` are the numbers of tokens in the slots, or the policy's weights
+    where the rule has `weighs_by`. A token that is dropped has weight 0.
     """
 
     states: Tensor  # (batch, kv_heads, n, head_dim + value_dim)
@@ -168,7 +168,7 @@ class TokenStates:
 
 @dataclass(frozen=True)
 class MergeBatch:
-    """The evicted tokens of one layer and step, and what their target slots hold: entry i of both is for token i."""
+    """The evicted tokens of one layer and step, and the contents of their target slots, in the same order."""
 
     targets: TokenStates
     tokens: TokenStates
@@ -183,7 +183,10 @@ class MergeBatch:
 
 @dataclass(frozen=True)
 class Merge(ABC):
-    """How a kept slot takes evicted tokens in; `windlass.cache.merging` tells what the two settings mean.
+    """A rule by which a kept slot takes evicted tokens.
+
+    `target` picks the slot: `nearest` by the cosine of keys, or `next` in the text. A token whose key has a smaller
+    cosine with that of its target than `threshold` is dropped.
 
     Raises: UsageError for an unknown target, or a threshold that is no cosine.
     """
@@ -219,7 +222,7 @@ class Merge(ABC):
 
     @property
     def state(self) -> tuple[str, ...]:
-        """Names of what merging keeps per slot."""
+        """Names of the state per slot that merging needs."""
         return (MERGED,)
 
     def __str__(self) -> str:
@@ -258,10 +261,10 @@ class SlotContent:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """The new contents of the slots that a merge writes, and those before. It holds copies: making it changes nothing.
+    """The contents of the slots that a merge writes, before and after it. Both are copies: planning changes nothing.
 
-    `targets` names for each evicted token the slot that takes it. A token that is dropped has its own slot there:
-    the eviction emptied it, so that what is written to it is never read.
+    `targets` names for each evicted token the slot that takes it. A dropped token has its own slot there. The eviction
+    emptied that slot, so nothing reads it.
     """
 
     targets: SlotIndex
@@ -273,16 +276,16 @@ class MergePlan:
         _write(store, state, self.targets, self.after)
 
     def revert(self, store: Store, state: dict[str, Tensor]) -> None:
-        """Write back what the slots held before, whether `apply` was done, done in part, or not at all."""
+        """Write the former contents of the slots back, whether `apply` was done, done in part, or not at all."""
         _write(store, state, self.targets, self.before)
 
 
 def plan_merge(merge: Merge, layer: LayerView, evicted: SlotIndex, evicted_positions: SlotIndex) -> MergePlan:
-    """How `merge` takes in the tokens of the slots `evicted`, which stood at `evicted_positions` (below 0: no token).
+    """Plan how `merge` takes the tokens of the slots `evicted`, which stood at `evicted_positions` (below 0: no token).
 
-    A kept slot may take tokens unless it is a sink, in the window, or past what the model's sliding window or chunk
-    shows to the next query. A token is dropped where a row and head has no such slot, where its key is too unlike its
-    target's, or where it is past that itself. Changes nothing.
+    A kept slot may take tokens unless it is a sink, in the window, or so old that the model's sliding window or chunk
+    hides it from the next query. A token is dropped where a row and head has no such slot, where its key is too unlike
+    its target's, or where it is too old itself. Changes nothing.
     """
     ends = layer.next_positions[:, None, None]
     oldest = torch.zeros_like(ends) if layer.sliding_window is None else ends - layer.sliding_window + 1
@@ -327,14 +330,14 @@ def _write(store: Store, state: dict[str, Tensor], targets: SlotIndex, content: 
 
 
 def log_counts(merge: Merge | None, state: dict[str, Tensor]) -> Scores | None:
-    """Terms to add to each slot's logits: log(n) where it stands for n tokens. None where the rule does not count."""
+    """Terms to add to each slot's logits: log(n) for a slot of n tokens. None: the rule does not count."""
     return None if merge is None or not merge.is_counted else state[MERGED].log1p()
 
 
 @final
 @dataclass(frozen=True)
 class MeanCount(Merge):
-    """The mean of keys and of values over all merged tokens; the logarithm of their count is added to the logit.
+    """The mean of keys and of values over all merged tokens. The logarithm of their count is added to the logit.
 
     Exact where the merged keys are equal: n equal keys weigh n times as much as one.
 
@@ -354,7 +357,7 @@ class MeanCount(Merge):
 class Mean(Merge):
     """The mean of keys and of values over all merged tokens, which together weigh as much as one token.
 
-    Source: a control; "average" of llama.cpp PR 5719.
+    Source: a control, "average" of llama.cpp PR 5719.
     """
 
     name = "mean"
@@ -366,7 +369,7 @@ class Mean(Merge):
 @final
 @dataclass(frozen=True)
 class Weighted(Merge):
-    """The mean of keys and of values with the policy's weights; the slot then has the sum of the merged weights.
+    """The mean of keys and of values with the policy's weights. The slot then has the sum of the merged weights.
 
     In attention the merged tokens count as one.
 
@@ -387,7 +390,7 @@ class Weighted(Merge):
 class Sum(Merge):
     """The sum of keys and of values.
 
-    Source: a control; "sum" of llama.cpp PR 5719.
+    Source: a control, "sum" of llama.cpp PR 5719.
     """
 
     name = "sum"
@@ -401,9 +404,9 @@ class Sum(Merge):
 @final
 @dataclass(frozen=True)
 class Pick(Merge):
-    """Even heads keep the target's key and value; odd heads take those of the newest token merged into it.
+    """Even heads keep the target's key and value. Odd heads take those of the newest token merged into it.
 
-    Source: a control; after "a head from each" of llama.cpp PR 5719.
+    Source: a control, after "a head from each" of llama.cpp PR 5719.
     """
 
     name = "pick"
@@ -427,7 +430,7 @@ FORM = "mean_count(next, threshold=0.5)"
 
 
 def merge_of(spec: str | Merge | None) -> Merge | None:
-    """The rule that `spec` names: `"mean_count"`, `"mean_count(next, threshold=0.5)"`; a rule itself, or None for none.
+    """The rule that `spec` names, such as `"mean_count"` or `"mean_count(next, threshold=0.5)"`, or `spec` itself.
 
     The settings come in any order.
 

@@ -42,8 +42,8 @@ MERGES: Final = ("mean_count", "mean", "sum", "pick", "weighted")
 def recall_store_of(spec: str | Store) -> Store:
     """The store that `spec` names.
 
-    Raises: UsageError for an unknown one, one of another's making, whose bytes no scan knows, and one that would hold
-    some tokens in full precision.
+    Raises: UsageError for an unknown store, for one that is not built in, as no kernel scans its bytes, and for one
+    that would hold some tokens in full precision.
     """
     from windlass.stores.formats import STORES, store_of
 
@@ -59,19 +59,19 @@ def recall_store_of(spec: str | Store) -> Store:
 
 
 def recall_folder_of(folder: str | Path | None) -> Path | None:
-    """The folder as a path. Raises: UsageError for what is no folder."""
+    """The folder as a path. Raises: UsageError for anything but a writable folder or None."""
     check_kind("recall_folder", folder, (str, os.PathLike, type(None)), "the name of a folder, or None")
     return None if folder is None else check_folder(pathlib.Path(os.fspath(folder)), "recall_folder")
 
 
 def policy_of(spec: str | Policy) -> Policy:
-    """The policy that `spec` names: `"snapkv"`, `"pyramid(SnapKV(pool=7))"`, `"file.py:Class"`; or a policy itself.
+    """The policy that `spec` names (`"snapkv"`, `"pyramid(SnapKV(pool=7))"`, `"file.py:Class"`), or `spec` itself.
 
-    See `windlass.policies.registry`. What comes from outside (a file, or arguments) goes through
+    See `windlass.policies.registry`. A policy from outside (of a file, or with arguments) goes through
     `windlass.testing.check_policy`.
 
-    Raises: PolicyError for what cannot be found, made, or breaks the contract; UsageError for a class in place of a
-    policy, or what is neither a policy nor a name.
+    Raises: PolicyError for a policy that cannot be found or made, or breaks the contract. UsageError for a class in
+    place of a policy, or anything else that is neither a policy nor a name.
     """
     from windlass.policies.base import Policy
     from windlass.policies.registry import parse_policy
@@ -88,7 +88,7 @@ def policy_of(spec: str | Policy) -> Policy:
 
 
 def _example(given: object) -> str:
-    """How a policy is passed, of the class that was passed in its place."""
+    """An example of the right call, for the class that was passed in place of a policy."""
     from windlass.policies.base import Policy
 
     if not isinstance(given, type) or not issubclass(given, Policy):
@@ -98,7 +98,7 @@ def _example(given: object) -> str:
 
 
 def default_window(budget: int | None, sinks: int) -> int:
-    """The window where none is given: a quarter of what the sinks leave of the budget, at most 64."""
+    """The default window: a quarter of the budget without the sinks, at most 64. Without a budget it is 64."""
     return MAX_DEFAULT_WINDOW if budget is None else max(1, min(MAX_DEFAULT_WINDOW, (budget - sinks) // 4))
 
 
@@ -106,10 +106,10 @@ def default_window(budget: int | None, sinks: int) -> int:
 class CacheOptions:
     """The options of a `KVCache`, which explains each of them. This is their only declaration.
 
-    Policy, positions, store and merge rule may be given by name, and are held as objects. A `window` of None is kept as
-    None, because it follows the budget when that is lowered; `limits` has its number.
+    Policy, positions, store and merge rule may be given by name, and are held as objects. A `window` of None stays
+    None, because it follows the budget when that is lowered. `limits` has its number.
 
-    Raises: UsageError for an unknown name, a value of another type, or limits that cannot be honoured; PolicyError for
+    Raises: UsageError for an unknown name, a value of another type, or limits that cannot be honoured. PolicyError for
     a policy that cannot be made.
     """
 
@@ -283,9 +283,9 @@ class CacheOptions:
 
     @property
     def limits(self) -> Limits:
-        """The limits of every layer; the default window is a quarter of the slots beside the sinks, at most 64.
+        """The limits of every layer. The default window is a quarter of the budget without the sinks, at most 64.
 
-        Sinks are the least number of them where each row has those of its system text.
+        Where each row has the sinks of its system text, `sinks` is the least number that a row can have.
         """
         from windlass.core.step import Limits
 
@@ -294,7 +294,7 @@ class CacheOptions:
         return Limits(self.budget, sinks, window, self.chunk, self.rollback, self.recall)
 
     def labels(self) -> dict[str, int | str | None]:
-        """The options that decide what a cache keeps and how it is read, as every row of results has them."""
+        """The options that decide which tokens a cache keeps and how it reads them, as in every row of results."""
         return labels_of(self)
 
     @property
@@ -303,7 +303,7 @@ class CacheOptions:
         return f"{self.recall} in {self.recall_store.name}" if self.recall else NO_RECALL
 
     def document(self) -> dict[str, Any]:
-        """All options but the policy, and a folder of this machine, as JSON can hold them; see `from_document`."""
+        """All options as JSON can hold them, without the policy and the recall folder. See `from_document`."""
         limits = {"budget": self.budget, "sinks": self.sinks, "window": self.window}
         return {
             "batch": self.batch,
@@ -318,7 +318,7 @@ class CacheOptions:
 
     @classmethod
     def from_document(cls, document: dict[str, Any], policy: Policy) -> CacheOptions:
-        """The options that `document` was made of; an option that it lacks is the default one."""
+        """The options that `document` was made of. A missing option gets its default."""
         options = dict(document)
         if options.get("shares") is not None:
             from windlass.cache.shares import Shares
@@ -344,7 +344,7 @@ def _check_room(limits: Limits) -> None:
 
 
 def _check_alone(policy: Policy) -> None:
-    """Raises: UsageError for a policy that gives layers budgets of their own, beside shares that do."""
+    """Raises: UsageError for a policy that gives layers budgets of their own, beside shares, which do so too."""
     from windlass.policies.base import Budgeter, OneShot
     from windlass.policies.wrapper import find
 

@@ -1,8 +1,8 @@
-"""Evicted tokens of a layer, outside of its slots: each step reads the best of them again, beside the slots.
+"""Recall: all tokens of a layer, kept outside of its slots. Each step reads the best evicted ones beside the slots.
 
-Every token is written here when it is written to a slot, un-rotated. Which of them are evicted is not noted: a slot
-knows which token it holds, and the others are those that may be recalled. So nothing has to be moved when a token is
-evicted, nor back when an eviction is rolled back.
+Every token is written here, un-rotated, when it is written to a slot. Evictions are not noted: a slot knows the index
+of its token, and all other tokens may be recalled. So nothing has to be moved when a token is evicted, nor when an
+eviction is rolled back.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ POSITIONS: Final = "positions"
 
 
 def is_moved_later(name: str) -> bool:
-    """True if `RecallStore.load` takes a tensor of this name wherever it lies, as it may be larger than a device is."""
+    """Return True if `RecallStore.load` takes a tensor of this name on any device, as it may not fit on the model's."""
     return name.startswith(RECALL) and name != RECALL + POSITIONS
 
 
@@ -67,7 +67,7 @@ class RecallMemory:
 
     The memory is the host's, which a GPU reads in place, or, where it `is_near`, that of the device that reads it.
 
-    A segment is half as large as all before it, in multiples of `piece`: few segments, and little that is not in use.
+    A segment is half as large as all before it, in multiples of `piece`: few segments, and little unused memory.
     Files without a name take no space any more when the process ends, whatever ends it.
     """
 
@@ -79,7 +79,7 @@ class RecallMemory:
         self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, and what its rows are like
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
-        """The same in memory, or a file, of its own."""
+        """A copy with memory, or a file, of its own."""
         twin = RecallMemory(self.folder, self.piece, self.is_near)
         twin.reader = self.reader
         twin._keys, twin._width, twin._dtype = self._keys, self._width, self._dtype
@@ -88,7 +88,7 @@ class RecallMemory:
 
     @property
     def capacity(self) -> int:
-        """Tokens of a row that there is room for."""
+        """The number of tokens of a row that fit."""
         return self.segments[-1].stop if self.segments else 0
 
     @property
@@ -128,13 +128,13 @@ class RecallMemory:
         self.segments = (*self.segments, Segment(start, start + size, parts))
 
     def put(self, index: Tensor, parts: Parts) -> None:
-        """Write tokens at (batch, tokens) `index`, in all heads; nowhere where it is negative."""
+        """Write tokens at (batch, tokens) `index`, in all heads. Negative indices are skipped."""
         for name, part in parts.items():
             is_keys, held = name == self._keys, tuple(segment.parts[name] for segment in self.segments)
             kernels.write_tokens(WriteInput(held, index, words_of(part) if is_keys else part, is_keys))
 
     def read(self, index: SlotIndex, names: Sequence[str]) -> Parts:
-        """A copy of the parts with these names at `index` (batch, kv_heads, tokens), where the index is."""
+        """Copy the parts with these names at `index` (batch, kv_heads, tokens), on the index's device."""
         found: Parts = {}
         for name in names:
             is_tiled, pieces = name == self._keys, tuple(segment.parts[name] for segment in self.segments)
@@ -169,7 +169,7 @@ class RecallMemory:
         return {name: self._new(part, tuple(part.shape)).copy_(part) for name, part in parts.items()}
 
     def _wait(self) -> None:
-        """Until a GPU has done what it was given: it writes to the host's memory while the host goes on."""
+        """Wait for a GPU to finish, as it writes to the host's memory while the host goes on."""
         if self.reader.type == "cuda":
             torch.cuda.synchronize(self.reader)
 
@@ -198,7 +198,7 @@ NOWHERE: Final = -1  # the index of what is not written
 
 @final
 class PageDigests:
-    """The digests of all pages of `memory`, held by the same `codec`: near the device that ranks pages by them."""
+    """The digests of all pages of `memory`, in the format of `codec`, near the device that ranks pages by them."""
 
     def __init__(self, codec: Store, memory: RecallMemory) -> None:
         self.codec, self.memory = codec, memory
@@ -208,7 +208,7 @@ class PageDigests:
 
     @property
     def both(self) -> tuple[RecallMemory, RecallMemory]:
-        """Where the largest numbers are, and the least."""
+        """The memory of the largest numbers, and that of the least."""
         return self.largest, self.least
 
     def grow(self, sample: Parts) -> None:
@@ -220,9 +220,10 @@ class PageDigests:
                 each.grow(pages, self.codec.parts_of(keys, keys[..., :0]))
 
     def write(self, before: Tensor, after: Tensor, most: int, kv_heads: int) -> None:
-        """Digest the pages of the tokens from `before` to `after` (batch,), of no row more than `most`.
+        """Digest the pages of the tokens from `before` to `after` (batch,), at most `most` tokens a row.
 
-        Rows without any keep their digests; that of a page without tokens is not looked at. Asks nothing of the device.
+        Rows without new tokens keep their digests. The digest of a page without tokens is never read. This does not
+        wait for the device.
         """
         pages = before[:, None] // PAGE + torch.arange((most + PAGE - 2) // PAGE + 1, device=before.device)
         known = pages.clamp(max=self.memory.capacity // PAGE - 1)[:, None]
@@ -233,7 +234,7 @@ class PageDigests:
             each.put(pages.where((before < after)[:, None], NOWHERE), self.codec.parts_of(numbers, numbers[..., :0]))
 
     def tiled(self) -> tuple[Digests, ...]:
-        """As kernels read them: the same ones as long as the memory is."""
+        """The digests as kernels read them. The result is the same object until the memory grows."""
         if self._tiled[0] is not self.largest.segments:
             self._tiled = self.largest.segments, tuple(map(Digests, *map(self._keys, self.both)))
         return self._tiled[1]
@@ -254,7 +255,7 @@ DECIDING: Final = 16  # the newest queries of a step, which decide what all of i
 
 
 class RecallTokens(NamedTuple):
-    """Tokens to be read beside the slots: their parts in a store, and their positions, EMPTY for none."""
+    """Tokens to read beside the slots: their parts in a store, and their positions, EMPTY for none."""
 
     parts: Parts
     positions: Tensor  # (batch, kv_heads, recalled) int32
@@ -262,9 +263,9 @@ class RecallTokens(NamedTuple):
 
 @final
 class RecallStore:
-    """All tokens of a layer's rows, by the number of tokens that were written to the row before each.
+    """All tokens of a layer's rows. A token's index is the number of tokens written to its row before it.
 
-    `tokens` are recalled in a step at most. `codec` says how they are held in `memory`.
+    A step recalls at most `tokens`. `codec` is the format of the tokens in `memory`.
     """
 
     def __init__(self, tokens: int, codec: Store, memory: RecallMemory) -> None:
@@ -288,9 +289,9 @@ class RecallStore:
         return not self.memory.segments
 
     def append(self, keys: NewKeys, values: NewValues, positions: QueryPositions, counts: Sequence[int]) -> Scores:
-        """Hold these tokens too, `counts` of each row: all but padding, whose positions are EMPTY.
+        """Store these tokens, `counts` of each row. The others are padding, with EMPTY positions.
 
-        Returns (batch, 1, tokens) the index of each in its row, which its slot is to keep.
+        Returns (batch, 1, tokens) the index of each token in its row, as the state of its slot.
         """
         if self.is_empty:
             self._settle(keys.device, keys.dtype)
@@ -309,22 +310,22 @@ class RecallStore:
 
     @property
     def ends(self) -> Tensor:
-        """(batch,) int64 `lengths` on the device: another tensor whenever the host has changed them by itself."""
+        """`lengths` on the device, (batch,) int64. It is a new tensor whenever the host alone has changed them."""
         if self._ended != self.lengths:
             self._ends, self._ended = torch.tensor(self.lengths, device=self.device), self.lengths
         return self._ends
 
     @property
     def step_tensors(self) -> list[Tensor]:
-        """Tensors that a recorded step reads here: others where it has to be recorded again."""
+        """Tensors that a recorded step reads here. If one is replaced, the step has to be recorded again."""
         return [] if self.is_empty else [self.positions, self.ends]
 
     def has_room(self, counts: Sequence[int]) -> bool:
-        """Return True if there is memory for so many tokens more of each row."""
+        """Return True if so many more tokens of each row fit in the memory."""
         return self.is_empty or max(map(operator.add, self.lengths, counts)) <= self.memory.capacity
 
     def count_recorded(self, lengths: Sequence[int]) -> None:
-        """Have these lengths, which the device knows: a recorded step has changed them, or has not yet."""
+        """Set the lengths, which the device knows already: a recorded step has changed them, or will."""
         self.lengths = self._ended = tuple(lengths)
 
     def choose(self, queries: Queries, is_query: Tensor, kept: Scores) -> RecallTokens:
@@ -353,17 +354,17 @@ class RecallStore:
 
     @property
     def page_count(self) -> int:
-        """Pages that a step reads at most."""
+        """The most pages that a step reads."""
         return min(self.tokens, self.memory.capacity) // PAGE
 
     @property
     def candidates(self) -> int:
-        """Pages that a step looks at token by token, chosen by their digests; 0: all, for they are no more."""
+        """The number of pages that digests select for a search token by token. 0: all pages are searched."""
         most = max(CANDIDATES, 2 * self.page_count)
         return most if self.memory.capacity // PAGE > most else 0
 
     def make_room(self) -> None:
-        """Have memory for one token more of each row.
+        """Grow the memory by one token of each row, if it is full.
 
         Raises: UsageError where the folder has no room.
         """
@@ -371,21 +372,21 @@ class RecallStore:
 
     @property
     def room(self) -> int:
-        """Tokens of each row that there is memory for."""
+        """The number of further tokens of each row that fit in the memory."""
         return self.memory.capacity - max(self.lengths, default=0)
 
     def forget_recalled(self) -> None:
-        """Let no token be one that the latest step recalled."""
+        """Clear the positions that the latest step recalled."""
         self.last_recalled.fill_(EMPTY)
 
     def count_written(self, positions: QueryPositions, counts: Sequence[int]) -> None:
-        """Hold one token more, which a kernel has written, in each row where `counts` is 1."""
+        """Count the token that a kernel has written in each row where `counts` is 1."""
         for row, start in enumerate(self.lengths):
             self.positions[row, start : start + counts[row]] = positions[row, : counts[row]]
         self.lengths = tuple(map(operator.add, self.lengths, counts))
 
     def clear(self) -> None:
-        """Forget all tokens; the memory stays allocated."""
+        """Forget all tokens. The memory stays allocated."""
         self.cut_to([0] * len(self.lengths))
 
     def roll_back(self, counts: Sequence[int]) -> None:
@@ -394,14 +395,14 @@ class RecallStore:
             self.cut_to([length - count for length, count in zip(self.lengths, counts, strict=True)])
 
     def cut_to(self, lengths: Sequence[int]) -> None:
-        """Forget what each row holds beyond so many tokens."""
+        """Forget the tokens of each row beyond these lengths."""
         self.lengths = tuple(lengths)
         self.last_recalled.fill_(EMPTY)
         for row, length in enumerate(lengths):
             self.positions[row, length:] = EMPTY
 
     def edit(self, change: Callable[[Tensor], Tensor], rows: slice) -> None:
-        """Replace the positions of some rows, as those of the slots are."""
+        """Replace the positions of some rows, by the same change as those of the slots."""
         if not self.is_empty:
             now = self.positions[rows, None]
             self.positions[rows] = change(now).to(torch.int32).where(now >= 0, EMPTY)[:, 0]
@@ -410,7 +411,8 @@ class RecallStore:
     def join(self, other: RecallStore, source: int, row: int, at: int, batch: int, device: torch.device) -> int:
         """Append row `source` of another store to one of `batch` rows, as text that goes on at position `at`.
 
-        Returns the index it begins at. `device` is the model's. What is held in another way there is converted once.
+        Returns the index at which the appended tokens begin. `device` is the model's. Tokens in another format are
+        converted once.
         """
         length, start = other.lengths[source] if other.lengths else 0, 0 if self.is_empty else self.lengths[row]
         parts = other.memory.filled(length) if length else {}
@@ -457,7 +459,7 @@ class RecallStore:
             self.lengths = tuple(0 if index == row else length for index, length in enumerate(self.lengths))
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a file has to hold, by name."""
+        """All tensors that a file has to hold, by name."""
         if self.is_empty:
             return {}
         tokens = max(self.lengths)
@@ -466,7 +468,7 @@ class RecallStore:
         return {RECALL + name: tensor for name, tensor in parts.items()}
 
     def load(self, tensors: Mapping[str, Tensor], lengths: Sequence[int]) -> None:
-        """Hold what `tensors` gave, of rows of these lengths; other names are ignored. Nothing was written before."""
+        """Load `tensors` of rows of these lengths into this empty store. Other names among them are ignored."""
         own = {name.removeprefix(RECALL): each for name, each in tensors.items() if name.startswith(RECALL)}
         positions = own.pop(POSITIONS)
         parts = {name: each for name, each in own.items() if name not in self.codec.constant_names}
@@ -482,12 +484,12 @@ class RecallStore:
             self._put_rows(held, positions[:, here], ends, max(lengths))
 
     def allocated(self) -> list[Tensor]:
-        """All that takes memory: the host's, a file's, or the device's."""
+        """All allocated tensors, in the memory of the host, a file, or the device."""
         segments = (segment for each in (self.memory, *self.digests.both) for segment in each.segments)
         return [self.positions, self.last_recalled, *(part for each in segments for part in each.parts.values())]
 
     def pieces(self) -> tuple[RecallPiece, ...]:
-        """Keys and values of all segments, the same ones as long as the memory is."""
+        """Keys and values of all segments. The result is the same object until the memory grows."""
         segments, no_keys = self.memory.segments, self.memory.no_keys
         if self._scanned[0] is not segments:
             (name,), found = no_keys, []
@@ -508,14 +510,17 @@ class RecallStore:
             self.positions, self.last_recalled = pad(held, (0, more), value=EMPTY), recalled  # or neither
 
     def _settle(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Decide where tokens are ranked, for a model on this device. A file is read by the host alone."""
+        """Choose the device that ranks tokens, for a model on this device. Only the host reads files."""
         if self.memory.folder is None:
             self.device = kernels.recall_device(device, dtype)
         for each in (self.memory, *self.digests.both):
             each.reader = self.device
 
     def _put_rows(self, parts: Parts, positions: QueryPositions, ends: Sequence[int], room: int) -> None:
-        """Write tokens behind those of each row, up to its end; one row stands for all. `room`: of all tokens."""
+        """Write tokens behind those of each row, up to its end. One row of parts may stand for all.
+
+        `room` is the number of tokens of a row to make room for.
+        """
         batch, count = len(ends), positions.shape[1]
         held = {name: part.to(self.device).expand(batch, -1, -1, -1) for name, part in parts.items()}
         self._grow(room, held)
@@ -525,7 +530,7 @@ class RecallStore:
         self.lengths = self._ended = tuple(ends)
 
     def _put(self, index: Tensor, parts: Parts, positions: QueryPositions) -> None:
-        """Write tokens at (batch, tokens) `index`, which follow those of their row; asks nothing of the device."""
+        """Write tokens at (batch, tokens) `index`, behind those of their row. This does not wait for the device."""
         self.memory.put(index, parts)
         is_token, before = index >= 0, self.ends.clone()
         written = positions.to(torch.int32).where(is_token, EMPTY)
@@ -536,7 +541,7 @@ class RecallStore:
 
 
 class RecallSnapshot(NamedTuple):
-    """The lengths of a store's rows, and its memory: it grows by further tensors, and those of before stay."""
+    """The lengths of a store's rows, and its memory. Memory grows by new tensors, so the old ones stay valid."""
 
     lengths: tuple[int, ...]
     positions: Tensor
@@ -550,7 +555,7 @@ class RecallSnapshot(NamedTuple):
         return cls(store.lengths, store.positions, store.last_recalled, segments)
 
     def restore(self, store: RecallStore) -> None:
-        """Let the store hold no more than then. One that was never written to has no memory again."""
+        """Cut the store back to this snapshot, its memory included."""
         for memory, segments in zip((store.memory, *store.digests.both), self.segments, strict=True):
             memory.segments = segments
         store.positions, store.last_recalled = self.positions, self.last_recalled

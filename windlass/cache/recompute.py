@@ -1,4 +1,4 @@
-"""Tokens computed again where they stand: rewrites, second passes, fitted values."""
+"""Recomputing tokens in place: rewrites, second passes, fitted values."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from windlass.positions.modes import PositionMode
 
 
 class SlotLookup(NamedTuple):
-    """Where some tokens stand in a layer's slots, found by their positions."""
+    """The slots of some tokens in a layer, found by the tokens' positions."""
 
     columns: Tensor  # (batch, score_heads, slots): which of the tokens a slot holds, -1 for none
     is_held: Tensor  # (batch, score_heads, tokens): whether any slot holds it
@@ -54,7 +54,7 @@ class SlotLookup(NamedTuple):
 
     @property
     def slots(self) -> SlotIndex:
-        """(batch, score_heads, tokens): the slot of each token that is held; 0 for another."""
+        """(batch, score_heads, tokens): the slot of each held token, and 0 for others."""
         found = torch.zeros(*self.columns.shape[:2], self.is_held.shape[-1] + 1, dtype=torch.long)
         found = found.to(self.columns.device)
         every = torch.arange(self.columns.shape[-1], device=found.device).expand_as(self.columns)
@@ -70,10 +70,10 @@ def rewrite(
     mode: PositionMode,
     call: AttentionCall,
 ) -> Attended:
-    """Attention of tokens that stand in the layer already, and now have these keys and values there.
+    """Attention of tokens that the layer already has at their positions, after their keys and values are replaced.
 
-    Its policy observes nothing, and nothing is evicted. Until `commit`, `take_back` undoes it: no byte of what the
-    layer held is overwritten before then, for the tokens get free slots and leave those that they had.
+    The policy observes nothing, and nothing is evicted. Until `commit`, `take_back` undoes it: the tokens are written
+    to free slots and leave their old ones, whose bytes are not overwritten before then.
     """
     before = layer.protect(step)
     layer.make_room(keys, values, is_decode=False, defer_eviction=True)
@@ -93,7 +93,7 @@ def rewrite(
 def write_over(
     layer: SlotLayer, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall
 ) -> None:
-    """Let the tokens of `step` that the layer holds have these keys and values, without a pass of the model."""
+    """Replace the keys and values of those tokens of `step` that the layer holds, without a pass of the model."""
     layer.make_room(keys, values, is_decode=False, defer_eviction=True)
     held = layer.table.occupancy_bound
     _, standing, written = _put(layer, queries, keys, values, step, call)
@@ -103,7 +103,7 @@ def write_over(
 def _put(
     layer: SlotLayer, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall
 ) -> tuple[Queries, SlotLookup, SlotIndex]:
-    """Write the tokens of `step` into free slots, and free those that they had; returns the queries as they read."""
+    """Write the tokens of `step` into free slots, and free their old slots. Returns the preprocessed queries."""
     table = layer.table
     queries, keys, state = preprocess(layer.configured_policy, layer.index, queries, keys, step.ids)
     state |= initial_state(layer.policy, layer.index, layer.heads, queries, keys)
@@ -116,7 +116,7 @@ def _put(
 
 
 def _let_go(layer: SlotLayer, standing: SlotLookup, written: SlotIndex, held: int) -> None:
-    """Free what was written of tokens that the layer had evicted; earlier steps can't be rolled back."""
+    """Free the new slots of tokens that the layer had evicted. Earlier steps can't be rolled back."""
     table = layer.table
     now = table.positions.gather(-1, written)
     table.positions.scatter_(-1, written, now.where(standing.is_held, EMPTY))
@@ -133,7 +133,7 @@ def second_pass(
     mode: PositionMode,
     call: AttentionCall,
 ) -> Attended:
-    """Attention as in a step; afterwards the layer holds the same tokens, and its policy has observed the queries."""
+    """Attention as in a step. Afterwards the layer holds the same tokens, and its policy has observed the queries."""
     with written_beside(layer, queries, keys, values, step, call) as (view, queries):
         outs, peaks = [], []
         for out, mass in by_member(layer, view, queries, mode, call):
@@ -149,7 +149,7 @@ def second_pass(
 def written_beside(
     layer: SlotLayer, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall
 ) -> Iterator[tuple[TableView, Queries]]:
-    """While it lasts, the layer holds the step's tokens beside its own: what queries find there, and the queries."""
+    """Hold the step's tokens beside the layer's own in this context. Yields the view of both, and the queries."""
     before = layer.protect(step)
     layer.make_room(keys, values, step.is_decode, step.defer_eviction)
     table = layer.table
@@ -171,9 +171,9 @@ def written_beside(
 def by_member(
     layer: SlotLayer, view: TableView, queries: Queries, mode: PositionMode, call: AttentionCall
 ) -> Iterator[tuple[Attended, Mass]]:
-    """Attention of one query head of each kv head, and the mass that each query gave each slot; then of the next head.
+    """Attention of one query head of each kv head, with the mass from each query to each slot, then of the next head.
 
-    The query heads that share a kv head are taken one after the other: their mass comes as a sum.
+    The query heads that share a kv head are taken one after the other, as their mass comes as a sum.
     """
     members = queries.shape[1] // layer.store.layout[0]
     columns = torch.arange(queries.shape[2], device=queries.device).where(view.step.positions >= 0, -1)
@@ -193,8 +193,9 @@ RIDGE: Final = 1e-2  # of the mean square of a kept token's probabilities: what 
 class LayerSums:
     """Sums over the queries of the second reading in one layer.
 
-    `square` (batch, kv_heads, n, n) are products of the probabilities of the n slots of the layer that was cut, each
-    with each; `missing` (batch, kv_heads, n, channels) products with what attention to them lacks of what it was.
+    `square` (batch, kv_heads, n, n) sums the products of the probabilities of each two of the n slots of the cut layer.
+    `missing` (batch, kv_heads, n, channels) sums the products of the probabilities and the error of the cut layer's
+    attention.
     """
 
     kept: SlotLayer
@@ -202,16 +203,19 @@ class LayerSums:
     missing: Tensor | None = None
 
     def add(self, shares: Tensor, wanted: Tensor) -> None:
-        """Queries (batch, kv_heads, queries, n) with what they read before the cut; zeros for a query that is none."""
+        """Add the probabilities (batch, kv_heads, queries, n) of queries, and their attention before the cut.
+
+        Both are 0 for padding.
+        """
         lacking = wanted - shares @ self.kept.store.values().float()
         square, missing = shares.mT @ shares, shares.mT @ lacking
         self.square = square if self.square is None else self.square.add_(square)
         self.missing = missing if self.missing is None else self.missing.add_(missing)
 
     def values(self) -> SlotValues:
-        """The values nearest to what they were that make the sum of all squared errors, of outputs and values, least.
+        """The values with the least sum of squared errors of the outputs and penalised squared changes of the values.
 
-        So the outputs' error is never more than before, and slots that no query saw stay as they are.
+        So the outputs' error is never more than before, and slots that no query saw keep their values.
         """
         values = self.kept.store.values()
         if self.square is None or self.missing is None:
@@ -227,7 +231,7 @@ class LayerSums:
 
 @dataclass(frozen=True)
 class Fitting:
-    """A second reading of a text, beside what a cut of it would leave.
+    """A second reading of a text, beside a copy of the cache that is already cut.
 
     `layers` are those of the cache that still holds the text, `ends` the length of each row's text. `sums` has None for
     a layer from which the cut takes nothing.
@@ -239,7 +243,7 @@ class Fitting:
 
     @classmethod
     def beside(cls, layers: Sequence[SlotLayer], cut: Sequence[SlotLayer], ends: Tensor) -> Fitting:
-        """Before the text is read again; `cut` are copies of `layers`, after the cut."""
+        """A fitting for a text that is to be read again. `cut` are copies of `layers`, after the cut."""
         pairs = zip(layers, cut, strict=True)
         return cls(layers, ends, [LayerSums(kept) if _is_cut(layer, kept) else None for layer, kept in pairs])
 
@@ -253,7 +257,7 @@ class Fitting:
         mode: PositionMode,
         call: AttentionCall,
     ) -> Attended:
-        """Attention as in `windlass.cache.recompute`, and sums over the cut layer."""
+        """Attention as in `windlass.cache.recompute.second_pass`, with sums over the cut layer."""
         its = next(sums for own, sums in zip(self.layers, self.sums, strict=True) if own is layer)
         if its is None:
             return second_pass(layer, queries, keys, values, step, mode, call)
@@ -274,7 +278,7 @@ class Fitting:
         return torch.stack(outs, 2).flatten(1, 2)
 
     def _shares(self, view: TableView, mass: Mass) -> Tensor:
-        """The share of its attention to the text that each query gives each slot; zeros where there is none."""
+        """The probabilities that each query gives the slots of the text. All zeros where it sees none of them."""
         is_text = (view.positions >= 0) & (view.positions < self.ends[:, None, None])
         rows = mass.rows * is_text[:, :, None]
         total = rows.sum(-1, keepdim=True)
@@ -286,7 +290,7 @@ def _is_cut(layer: SlotLayer, kept: SlotLayer) -> bool:
 
 
 class StopAtLayer(Exception):
-    """A pass has come to the layer that is looked at, and is not to go on."""
+    """Raised to end a pass at the layer whose new values are compared."""
 
 
 class _LookupResult(NamedTuple):
@@ -299,21 +303,21 @@ class _LookupResult(NamedTuple):
 
 @final
 class Divergence:
-    """Queries, keys and values of passes that end at attention layer `index` of the model; `layer` are its slots."""
+    """Queries, keys and values of passes that end at attention layer `index` of the model. `layer` has its slots."""
 
     def __init__(self, index: int, layer: SlotLayer) -> None:
         self.index, self._layer = index, layer
         self._found: list[_LookupResult] = []
 
     def reached(self, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall) -> NoReturn:
-        """Note what comes to the layer. Raises: Reached, which takes the pass back."""
+        """Store the inputs of the layer. Raises: StopAtLayer, which takes the pass back."""
         self._found.append(_LookupResult(queries.clone(), keys.clone(), values.clone(), step, call))
         raise StopAtLayer
 
     def of_row(self, row: int) -> Tensor:
-        """The squared distance of each token's new value from the one that is held, summed over heads, in order.
+        """The squared distance of each token's new value from the held one, summed over heads, in order.
 
-        What a head has evicted counts 0.
+        A head that has evicted the token counts 0.
         """
         store, distances = self._layer.store, []
         held = store.values()
@@ -327,6 +331,6 @@ class Divergence:
 
     @no_inference_mode
     def keep(self) -> None:
-        """Let the layer have the new keys and values of all tokens, which are those of a text read anew."""
+        """Replace the layer's keys and values of all tokens by the new ones, which are those of a text read anew."""
         for found in self._found:
             write_over(self._layer, found.queries, found.keys, found.values, found.step, found.call)

@@ -15,14 +15,14 @@ from windlass.core.types import TokenMask
 
 
 class PriorState(NamedTuple):
-    """A state before `step`, by name; no tensors where no token had come."""
+    """A state before `step`, by name. Without tensors, no token had been read."""
 
     step: Step
     states: dict[str, Tensor]
 
 
 class RecurrentLayer(Layer):
-    """A layer's state. `kind` is what the model calls such a layer. Who runs the model writes into the tensors."""
+    """A layer's state. `kind` is the model's name for such a layer. The code that runs the model writes the tensors."""
 
     kind: str
 
@@ -33,7 +33,7 @@ class RecurrentLayer(Layer):
 
     @abstractmethod
     def load(self, states: dict[str, Tensor]) -> None:
-        """Take these tensors for the state, named as `tensors` names them; none of them: begin anew."""
+        """Use these tensors as the state, with the names of `tensors`. An empty dict begins anew."""
 
     @property
     def is_empty(self) -> bool:
@@ -41,7 +41,7 @@ class RecurrentLayer(Layer):
 
     @property
     def label(self) -> str:
-        """How an error calls it."""
+        """The layer's name in errors."""
         return f"layer {self.index} ({self.kind})"
 
     @property
@@ -60,7 +60,7 @@ class RecurrentLayer(Layer):
         self.before = PriorState(step, {name: self._copies[name] for name in states})
 
     def settle(self, step: Step) -> None:
-        """Let rows that got no token in `step` have the state that they had before it, and no gradients be kept."""
+        """Restore the state of rows that got no token in `step`, and detach the state from gradients."""
         for state in self.tensors().values():
             state.detach_()
         idle = [row for row, tokens in enumerate(step.lengths) if not tokens]
@@ -68,7 +68,7 @@ class RecurrentLayer(Layer):
             self._put_back(idle)
 
     def commit(self) -> None:
-        """Nothing: the copy is what `roll_back` needs."""
+        """Do nothing: `roll_back` needs the copy."""
 
     def take_back(self, step: Step) -> None:
         if self.before is not None and self.before.step is step:
@@ -84,7 +84,7 @@ class RecurrentLayer(Layer):
         self.before = None
 
     def forget_steps(self) -> None:
-        """Let no earlier step be rolled back."""
+        """Make all earlier steps permanent."""
         self.before = None
 
     def select_rows(self, rows: Tensor) -> None:
@@ -97,7 +97,7 @@ class RecurrentLayer(Layer):
             state[target] = state[source]
 
     def _put_back(self, rows: Sequence[int]) -> None:
-        """Let `rows` have the states that they had before the last pass; before the first of all they were zeros."""
+        """Restore the states of `rows` from before the last pass, or zeros where that was the first."""
         assert self.before is not None, "a state without a copy"
         states = self.tensors()
         if len(rows) == len(self.before.step.lengths) and not self.before.states:
@@ -110,10 +110,10 @@ class RecurrentLayer(Layer):
 
 
 def check_columns(layers: Sequence[RecurrentLayer], rows: Sequence[RowState], mask: TokenMask | None) -> None:
-    """Return where no row's state would read padding in a pass of (batch, columns) `mask`.
+    """Check that no row's state would read padding in a pass of (batch, columns) `mask`.
 
-    A row may be padding as a whole, when it keeps its state, or begin with padding before its first token: zeros leave
-    an empty state as it is.
+    A row may be padding as a whole, and then keeps its state. It may also begin with padding before its first token, as
+    zeros leave an empty state unchanged.
 
     Raises: UsageError for other padding, naming row and layer.
     """

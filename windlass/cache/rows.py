@@ -19,7 +19,7 @@ Padding = tuple[tuple[int, int], ...] | None
 
 
 def extended(padding: Padding, start: int, columns: int, is_token: Sequence[bool] | None) -> Padding:
-    """`padding` and that of the next `columns`, from `start`; without `is_token` all of them are padding."""
+    """`padding` with that of the next `columns`, from `start`. Without `is_token` all of these are padding."""
     if padding is None:
         return None
     if is_token is None:
@@ -35,7 +35,7 @@ def extended(padding: Padding, start: int, columns: int, is_token: Sequence[bool
 
 
 def check_mask(paddings: Sequence[Padding], mask: TokenMask) -> None:
-    """Compare a (batch, columns) mask of columns that were fed before with what they were fed as.
+    """Compare a (batch, columns) mask of columns that were fed before with the record of how they were fed.
 
     Raises: UsageError, naming the first that differs: a token can't be hidden later, padding can't become one.
     """
@@ -63,12 +63,12 @@ def check_mask(paddings: Sequence[Padding], mask: TokenMask) -> None:
 class RowState:
     """Where the text of one row stands.
 
-    `columns` counts what it was fed, padding included, and `since_edit` the tokens after its last edit, which
-    are all that can be rolled back. `prompts` are the ranges [start, end) of positions that came in passes of
-    several tokens, drafts aside. The first `known_ids` of `ids` are the tokens fed, edits aside; None where any came
-    without ids. `padding` tells which of the columns were no tokens. `pictures` are those of the text, dropped ones
+    `columns` counts the columns fed, padding included, and `since_edit` the tokens after its last edit, which are all
+    that can be rolled back. `prompts` are the ranges [start, end) of positions that came in passes of several tokens,
+    drafts aside. The first `known_ids` of `ids` are the tokens fed, edits aside. `ids` is None where any came without
+    ids. `padding` has the ranges of columns that were no tokens. `pictures` are those of the text, dropped ones
     included: the text after them goes on at places that differ from its positions. The first `sinks` positions are
-    never evicted; None: as many as the cache's options say.
+    never evicted (default: the number in the cache's options).
     """
 
     tokens_seen: int = 0
@@ -84,11 +84,11 @@ class RowState:
 
     @property
     def tokens(self) -> list[int] | None:
-        """The ids of the tokens fed; None where they are not known."""
+        """The ids of the tokens fed. None: they are not known."""
         return None if self.ids is None else self.ids[: self.known_ids]
 
     def __eq__(self, other: object) -> bool:
-        """Return True if both stand alike; what lies in `ids` beyond `known_ids` does not count."""
+        """Return True if both are in the same state. Entries of `ids` beyond `known_ids` do not count."""
         return isinstance(other, RowState) and self._key == other._key
 
     @property
@@ -98,12 +98,12 @@ class RowState:
 
     @property
     def offset(self) -> int:
-        """The place of the next token of text, minus its position; not 0 only after a picture."""
+        """The place of the next token of text, minus its position. It is 0 except after a picture."""
         return self.pictures[-1].offset if self.pictures else 0
 
     @property
     def next_place(self) -> int:
-        """Where the next token of text is read."""
+        """The place at which the next token of text is read."""
         return self.next_position + self.offset
 
     @property
@@ -112,9 +112,9 @@ class RowState:
         return self.prompts[-1][1] if self.prompts else 0
 
     def fed(self, tokens: int, columns: int, prompt: int, is_token: Sequence[bool] | None = None) -> RowState:
-        """After `tokens` more, in `columns` at once, the first `prompt` a prompt's; their ids are told to `told`.
+        """The row after `tokens` more, in `columns` at once, the first `prompt` of a prompt. `told` adds their ids.
 
-        `is_token` tells which columns they are, where some are and some are not.
+        `is_token` marks the columns with tokens, where some have one and others are padding.
         """
         start, prompts = self.next_position, self.prompts
         if prompt:
@@ -135,10 +135,10 @@ class RowState:
         )
 
     def told(self, ids: Sequence[int] | None) -> RowState:
-        """With the ids of the tokens that were fed last.
+        """The row with the ids of the tokens that were fed last.
 
-        The list grows in place and is shared with the row before, which counts fewer of its entries: a row that
-        is taken back needs no copy, and appending takes no time that grows with the text.
+        The list grows in place and is shared with the row before, which counts fewer of its entries. So taking a row
+        back needs no copy, and the time to append does not grow with the text.
         """
         if ids is None or self.ids is None:
             return replace(self, ids=None, known_ids=0)
@@ -146,7 +146,7 @@ class RowState:
         return replace(self, known_ids=self.known_ids + len(ids))
 
     def moved_to(self, end: int) -> RowState:
-        """Going on at position `end`. Raises: UsageError for one inside of a picture."""
+        """The row with its text ending at position `end`. Raises: UsageError for an end inside of a picture."""
         for start, stop, _ in self.pictures:
             if start < end < stop:
                 raise UsageError(
@@ -158,7 +158,7 @@ class RowState:
         return replace(self, next_position=end, prompts=prompts, pictures=pictures)
 
     def rolled_back(self, tokens: int) -> RowState:
-        """Without its newest `tokens`."""
+        """The row without its newest `tokens`."""
         left = self.columns - tokens
         is_known = self.padding is not None and all(end <= left for _, end in self.padding)
         return replace(
@@ -171,13 +171,13 @@ class RowState:
         )
 
     def copied(self) -> RowState:
-        """The same with a list of ids of its own."""
+        """A copy with a list of ids of its own."""
         return replace(self, ids=self.tokens)
 
     def joined(self, other: RowState, at: int) -> RowState:
-        """With the text of `other` at position `at`, and what stood there and behind it moved to behind that.
+        """The row with the text of `other` inserted at position `at`. Text from there on moves behind it.
 
-        Its ids get there, too, if those of this row stand at their positions; else behind them.
+        Its ids are inserted there, too, if this row's ids stand at their positions. Otherwise they are appended.
         """
         before, added = self.tokens, other.tokens
         place = at if self.tokens_seen == self.next_position else self.tokens_seen
@@ -195,18 +195,18 @@ class RowState:
 
 @dataclass(frozen=True)
 class RowTable:
-    """All rows of a batch. A change gives another table: a cache goes from one to the next in one assignment."""
+    """All rows of a batch. A change gives another table, so that a cache changes in one assignment."""
 
     rows: tuple[RowState, ...]
 
     @classmethod
     def at_start(cls, batch: int) -> RowTable:
-        """Nothing read yet."""
+        """A table of rows that have read nothing."""
         return cls(tuple(RowState(ids=[]) for _ in range(batch)))
 
     @classmethod
     def after_prompt(cls, batch: int, tokens: int) -> RowTable:
-        """Each row has read `tokens` tokens of unknown ids, in one step."""
+        """A table whose rows have read `tokens` tokens of unknown ids, in one step."""
         return cls((RowState(tokens, tokens, tokens, tokens, ((0, tokens),)),) * batch)
 
     @property
@@ -225,7 +225,7 @@ class RowTable:
         return [row.prompt_end for row in self.rows]
 
     def sinks(self, device: torch.device) -> RowSinks | None:
-        """How many first positions each row never evicts; None: no row has a number of its own."""
+        """The number of first positions that each row never evicts. None: no row has a number of its own."""
         if all(row.sinks is None for row in self.rows):
             return None
         counts = tuple(DEFAULT_SINKS if row.sinks is None else row.sinks for row in self.rows)
@@ -240,13 +240,13 @@ class RowTable:
     def columns_seen(self) -> int:
         """Columns fed so far, padding and evicted tokens included: all rows are fed side by side.
 
-        Where rows were rolled back by different numbers, those that all of them still have.
+        Where rows were rolled back by different numbers, the least of them counts.
         """
         return min(row.columns for row in self.rows)
 
     @property
     def tokens(self) -> list[list[int]] | None:
-        """Per row, the ids fed, edits aside; None once any came without ids."""
+        """Per row, the ids fed, edits aside. None: some tokens came without ids."""
         known = [tokens for tokens in (row.tokens for row in self.rows) if tokens is not None]
         return known if len(known) == len(self.rows) else None
 
@@ -263,7 +263,7 @@ class RowTable:
         return any(row.pictures for row in self.rows)
 
     def places(self, positions: QueryPositions, axes: Tensor | None = None) -> Places | None:
-        """Where the next tokens, at `positions`, are read; None: there.
+        """The places at which the next tokens, at `positions`, are read. None: at their positions.
 
         `axes` (axes, batch, tokens) are the positions that a model gives them, if it does.
 
@@ -288,7 +288,7 @@ class RowTable:
         how: Pass,
         places: Places | None = None,
     ) -> Step:
-        """A step of `lengths` tokens per row from here, which are read at `places`."""
+        """A step of `lengths` tokens per row from here, read at `places`."""
         ends = [row.next_position + n for row, n in zip(self.rows, lengths, strict=True)]
         device = positions.device
         step = Step(
@@ -312,7 +312,7 @@ class RowTable:
         return replace(step, prompt_ends=torch.tensor(prompt_ends, device=device))
 
     def standstill(self, device: torch.device) -> Step:
-        """A step of no tokens: where the rows stand now."""
+        """A step of no tokens, at the rows' current ends."""
         positions = torch.empty(len(self.rows), 0, dtype=torch.long, device=device)
         return self.step(positions, [0] * len(self.rows), None, Pass())
 
@@ -323,10 +323,10 @@ class RowTable:
         prompts: Sequence[int],
         is_token: Sequence[Sequence[bool]] | None = None,
     ) -> RowTable:
-        """After as many more tokens per row, in `columns` at once; their ids are told to `told`.
+        """The table after `lengths` more tokens per row, in `columns` at once. `told` adds their ids.
 
-        The first `prompts` of them belong to a prompt. `is_token` tells which columns they are; needed where a row
-        got some tokens and some padding.
+        The first `prompts` of them belong to a prompt. `is_token` marks the columns with tokens, and is needed where a
+        row got some tokens and some padding.
         """
         before = self.columns_seen
         flags = [is_token[at] if is_token is not None and n else None for at, n in enumerate(lengths)]
@@ -341,35 +341,35 @@ class RowTable:
         )
 
     def shown(self, pictures: Sequence[Sequence[Picture]]) -> RowTable:
-        """With more pictures in each row."""
+        """The table with more pictures in each row."""
         pairs = zip(self.rows, pictures, strict=True)
         return RowTable(tuple(replace(row, pictures=(*row.pictures, *more)) for row, more in pairs))
 
     def told(self, ids: Sequence[Sequence[int]] | None) -> RowTable:
-        """With the ids of the tokens that were fed last, or None where they are not known."""
+        """The table with the ids of the tokens that were fed last, or None where they are not known."""
         if ids is None:
             return RowTable(tuple(row.told(None) for row in self.rows))
         return RowTable(tuple(row.told(own) for row, own in zip(self.rows, ids, strict=True)))
 
     def moved_to(self, ends: Sequence[int], row: int | None) -> RowTable:
-        """The texts of one row, or of all, going on at `ends`."""
+        """The table with the texts of one row, or of all, ending at `ends`."""
         return self.changed(lambda index, one: one.moved_to(ends[index]), row)
 
     def edited(self, row: int | None) -> RowTable:
-        """One row, or all, edited: what came before can't be rolled back."""
+        """The table after an edit of one row, or of all. Earlier tokens can't be rolled back."""
         return self.changed(lambda _, one: replace(one, since_edit=0, padding=None), row)
 
     def rolled_back(self, counts: Sequence[int]) -> RowTable:
-        """Without the newest `counts` tokens of each row."""
+        """The table without the newest `counts` tokens of each row."""
         return self.changed(lambda index, one: one.rolled_back(counts[index]), None)
 
     def changed(self, change: Callable[[int, RowState], RowState], row: int | None) -> RowTable:
-        """With `change` of one row, or of all."""
+        """The table after a `change` of one row, or of all."""
         pairs = enumerate(self.rows)
         return RowTable(tuple(change(at, one) if row is None or at == row else one for at, one in pairs))
 
     def spliced(self, added: RowState, row: int, position: int) -> RowTable:
-        """With the text of `added` at a `position` of that of one row; the columns it came in count for all."""
+        """The table with the text of `added` at a `position` of one row. Its columns count in all rows."""
         return self.changed(
             lambda at, one: (
                 one.joined(added, position)
@@ -385,7 +385,7 @@ class RowTable:
 
 
 def check_positions(ours: QueryPositions, given: Tensor) -> None:
-    """Compare the positions that a caller passed with those that follow; padding, negative in `ours`, may differ.
+    """Compare the positions that a caller passed with those that follow. Padding, negative in `ours`, may differ.
 
     Raises: UsageError, naming the first that differs, or another shape.
     """

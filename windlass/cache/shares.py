@@ -1,4 +1,4 @@
-"""How much of a budget each kv head of each layer gets, measured once for a model."""
+"""Shares of a budget for each kv head of each layer, measured once for a model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Heads = tuple[int, ...]
 class Shares:
     """Tokens that each kv head keeps beside sinks and window, in multiples of the mean over all heads.
 
-    `layers` has for each attention layer a number of at least 0 for each of its kv heads, or None for a layer that
-    takes no part, whose heads keep the budget each. Heads of a layer with equal numbers lie in one tensor. `name` is
-    what rows of results call them. The other fields tell how they were measured, as far as that is known: on which
-    model, with the scores of which policy, at which budget (`"4x"`), on how many texts.
+    `layers` has for each attention layer a number of at least 0 for each of its kv heads. None stands for a layer
+    without shares, whose heads each keep the whole budget. Heads of a layer with equal numbers lie in one tensor.
+    `name` is their label in rows of results. The other fields tell how they were measured, if known: on which model,
+    with the scores of which policy, at which budget (`"4x"`), on how many texts.
 
     Raises: UsageError for numbers that are not such shares.
     """
@@ -52,16 +52,16 @@ class Shares:
         return self.name
 
     def groups(self, layer: int) -> tuple[Heads, ...]:
-        """The kv heads of a layer that have one size, group by group; none where the layer takes no part."""
+        """The kv heads of a layer that have one size, group by group. A layer without shares has no groups."""
         shares = self.layers[layer] or ()
         sizes = list(dict.fromkeys(shares))
         return tuple(tuple(head for head, share in enumerate(shares) if share == size) for size in sizes)
 
     def budgets(self, limits: Limits) -> list[list[int]]:
-        """Per layer the budget of each group of heads, or nothing where the layer takes no part.
+        """Per layer the budget of each group of heads, or an empty list for a layer without shares.
 
-        Over all heads they sum up to the budget each, or to fewer by less than a group has heads. Each group has
-        room for a token beside sinks and window.
+        Their mean over all heads is the budget, or less by a fraction: the sum is short by fewer tokens than a group
+        has heads. Each group has room for a token beside sinks and window.
         """
         assert limits.budget is not None, "a share of no budget"
         least = limits.sinks + limits.window + 1
@@ -88,12 +88,12 @@ class Shares:
             )
 
     def document(self) -> dict[str, Any]:
-        """All fields as JSON can hold them; see `from_document`."""
+        """All fields as JSON can hold them. See `from_document`."""
         return {**vars(self), "layers": [None if shares is None else list(shares) for shares in self.layers]}
 
     @classmethod
     def from_document(cls, document: object) -> Shares:
-        """The shares that `document` was made of. Raises: UsageError where no shares have such a document."""
+        """The shares that `document` was made of. Raises: UsageError for another document."""
         kinds = {"layers": list, "texts": int} | dict.fromkeys(
             ("name", "model", "fingerprint", "policy", "budget"), str
         )
@@ -114,7 +114,7 @@ def _numbers(shares: object, layer: int) -> tuple[float, ...]:
 
 
 def _rounded(wanted: Sequence[float], sizes: Sequence[int], mean: int) -> list[int]:
-    """Whole numbers near those `wanted`, which over groups of so many heads come to `mean` a head, or just less."""
+    """Whole numbers near those `wanted`, for groups of `sizes` heads, whose mean over heads is `mean` or just less."""
     numbers = [int(each) for each in wanted]
     left = mean * sum(sizes) - sum(number * size for number, size in zip(numbers, sizes, strict=True))
     for group in sorted(range(len(wanted)), key=lambda group: numbers[group] - wanted[group]):
@@ -132,7 +132,7 @@ AGAIN: Final = "make it with `windlass calibrate MODEL TEXT --shares -o FILE`"
 
 
 def shares_of(spec: str | Path | Shares | None) -> Shares | None:
-    """The shares of a file, named after it, or shares themselves; None stands for equal ones.
+    """The shares in a file, named after it. Shares and None are returned as they are.
 
     Raises: UsageError for a file that cannot be read, or holds no shares.
     """

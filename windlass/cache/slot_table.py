@@ -27,7 +27,7 @@ STATISTICS: Final = "statistics."
 
 
 class TableSnapshot(NamedTuple):
-    """A table at one moment: its tensors, and copies of those that are written into."""
+    """A table at one moment: its tensors, and copies of those that will be written into."""
 
     store: StoreSnapshot
     positions: Tensor
@@ -44,9 +44,9 @@ class SlotTable:
     Of tokens that share a position, after an edit, the one in the lower slot is the earlier in the text.
 
     `positions` (batch, score_heads, slots) int32 has the token's index in its text, EMPTY or RESERVED. `state` has
-    float32 tensors of the same shape, `statistics` what a policy keeps of the whole layer. `occupancy_bound` is at
-    least the number of tokens of any row, known without asking the device. `recall` has all tokens, where what is
-    evicted is to be recalled.
+    float32 tensors of the same shape, and `statistics` a policy's tensors of the whole layer. `occupancy_bound` is at
+    least the number of tokens of any row, known without asking the device. `recall` has all tokens, where evicted ones
+    can be recalled.
     """
 
     def __init__(self, store: Store, recall: RecallStore | None = None) -> None:
@@ -63,7 +63,7 @@ class SlotTable:
 
     @property
     def slots(self) -> int:
-        """Slots per row and head; 0 before the first write."""
+        """Slots per row and head, 0 before the first write."""
         return self.store.slots
 
     @property
@@ -78,9 +78,9 @@ class SlotTable:
         self.positions = torch.full(shape, EMPTY, dtype=torch.int32, device=keys.device)
 
     def keep_state(self, names: tuple[str, ...], initial: Mapping[str, float]) -> None:
-        """Keep these tensors per slot from now on, and no others; they begin as `initial` says, or as 0.
+        """Set the names of the state per slot. Each tensor begins with its number of `initial`, or 0.
 
-        Where tokens are read is not forgotten.
+        The places at which tokens are read are kept.
         """
         places = {name: self.state[name].expand_as(self.positions).clone() for name in PLACES if name in self.state}
         self.state = {
@@ -88,30 +88,30 @@ class SlotTable:
         } | places
 
     def forget_state(self) -> None:
-        """Keep nothing of what a policy noted."""
+        """Drop the policy's state and statistics."""
         self.keep_state((), {})
         self.statistics = {}
 
     def keep_places(self) -> None:
-        """Note from now on where each token is read: so far at its own position."""
+        """Add places to the state: each token so far is read at its own position."""
         at = self.positions.clamp(min=0).float()
         self.state = self.state | dict(zip(PLACES, (at, at.clone(), at + 1), strict=True))
 
     @property
     def places(self) -> SlotPlaces | None:
-        """Where the tokens are read; None: at their positions."""
+        """The places at which tokens are read. None: at their positions."""
         if PLACES[0] not in self.state:
             return None
         return SlotPlaces(*(self.state[name].int().where(self.positions >= 0, EMPTY) for name in PLACES))
 
     def split_heads(self) -> None:
-        """Let each kv head hold tokens of its own from now on."""
+        """Let each kv head hold different tokens from now on."""
         self.positions = self.positions.expand(-1, self.store.layout[0], -1).clone()
 
     def remember(self, keys: NewKeys, values: NewValues, positions: QueryPositions, counts: Sequence[int]) -> Parts:
-        """Keep tokens for when they are evicted, if that is asked for; returns the state that they are to start with.
+        """Store tokens for recall, if the layer recalls. Returns their initial state.
 
-        Of each row `counts` are tokens; the `positions` of the others, padding, are EMPTY.
+        Each row has `counts` tokens. The others are padding, whose `positions` are EMPTY.
         """
         if self.recall is None:
             return {}
@@ -126,7 +126,7 @@ class SlotTable:
         state: Parts,
         index_keys: Tensor | None = None,
     ) -> None:
-        """Put tokens into the slots at `index`, with the `state` they come with; a padding token's slot stays free.
+        """Put tokens with their `state` into the slots at `index`. The slot of a padding token stays free.
 
         `index_keys` (batch, tokens, channels) are those of an indexer, where the layer holds such.
         """
@@ -134,62 +134,62 @@ class SlotTable:
         self.store.write(index, keys, values, positions, beside)
 
     def rewrite(self, index: SlotIndex, positions: QueryPositions, state: Parts) -> None:
-        """Let the slots at `index`, whose keys and values are still there, hold tokens again."""
+        """Mark the slots at `index`, whose keys and values are still there, as held again."""
         at = positions[:, None].expand_as(index)
         kernels.write_all(index, [(self.positions, at), *initial_writes(self.state, state)])
 
     def free(self, index: SlotIndex) -> None:
-        """Let the slots at `index` hold nothing."""
+        """Free the slots at `index`."""
         self.positions.scatter_(-1, index, EMPTY)
 
     def put_back(self, index: SlotIndex, evicted_positions: SlotIndex) -> None:
-        """Let evicted tokens stand again where they stood; other slots stay, for they may have been freed since."""
+        """Put evicted tokens back into their slots. Other slots do not change, as they may have been freed since."""
         now = self.positions.gather(-1, index)
         self.positions.scatter_(-1, index, evicted_positions.where(evicted_positions >= 0, now))
 
     def put_parts_back(self, index: SlotIndex, parts: Parts, evicted_positions: SlotIndex) -> None:
-        """Let the slots at `index` hold `parts` again, where a token was evicted to be merged into them.
+        """Write `parts` back to the slots at `index`, where a token was evicted and merged into them.
 
-        Elsewhere the slot was free: what it has got since may stand there again.
+        Elsewhere the slot was free, and its present contents stay.
         """
         was_evicted = (evicted_positions >= 0)[..., None]
         now = self.store.take_all(index)
         self.store.put(index, {name: part.where(was_evicted, now[name]) for name, part in parts.items()})
 
     def put_state_back(self, state: Parts, statistics: dict[str, Tensor], occupancy_bound: int) -> None:
-        """State, statistics and count of an earlier moment, in the memory of now."""
+        """Copy state, statistics and count of an earlier moment into the current tensors."""
         for name, tensor in state.items():
             self.state[name].copy_(tensor)
         self.statistics = dict(statistics)
         self.occupancy_bound = occupancy_bound
 
     def resize(self, slots: int) -> None:
-        """Pack the held tokens into the first of `slots` slots. Nothing is reserved any more."""
+        """Pack the held tokens into the first of `slots` slots. Afterwards no slot is reserved."""
         self._rearrange((self.positions == EMPTY).to(torch.uint8).argsort(dim=-1, stable=True)[..., :slots], slots)
 
     def sort(self) -> None:
-        """Put the held tokens into the first slots, in the order of their text. Nothing may be reserved."""
+        """Sort the held tokens into the first slots, in the order of their text. No slot may be reserved."""
         self._rearrange(kernels.argsort_positions(self.positions), self.slots)
 
     def _rearrange(self, order: SlotIndex, slots: int) -> None:
-        """Keep the slots at `order`, in that order, then free slots up to `slots`."""
+        """Keep the slots at `order`, in that order, and add free slots up to `slots`."""
         free = slots - order.shape[-1]
         self.store.rearrange(order, slots)
         self.positions = pad(self.positions.gather(-1, order), (0, free), value=EMPTY)
         self.state = {name: pad(tensor.gather(-1, order), (0, free)) for name, tensor in self.state.items()}
 
     def count(self) -> None:
-        """Make the bound exact; asks the device."""
+        """Count the tokens on the device, so that the bound is exact."""
         self.occupancy_bound = 0 if self.is_empty else int((self.positions >= 0).sum(-1).max())
 
     def snapshot(self) -> TableSnapshot:
-        """Snapshot for `restore`. Code that writes into the state adds it to `copies` first."""
+        """A snapshot for `restore`. Code that writes into the state adds it to `copies` first."""
         now = self.unwritten()
         now.copies.append((self.positions, self.positions.clone()))
         return now
 
     def unwritten(self) -> TableSnapshot:
-        """Snapshot for a step that writes into none of the table's tensors: it goes on with others."""
+        """A snapshot for a step that writes into none of the table's tensors, but replaces them."""
         return TableSnapshot(
             self.store.snapshot(),
             self.positions,
@@ -201,18 +201,18 @@ class SlotTable:
         )
 
     def replace(self, positions: Tensor, state: Sequence[Tensor], occupancy_bound: int, step: Step) -> None:
-        """Go on with these tensors, which have what those of now have, and what a `step` of one token has changed."""
+        """Replace the tensors by these, which are copies with the changes of a `step` of one token per row."""
         if self.recall is not None:
             self.recall.count_written(step.positions, step.lengths)
         self.positions, self.occupancy_bound = positions, occupancy_bound
         self.state = dict(zip(self.state, state, strict=True))
 
     def copied_state(self) -> dict[str, Tensor]:
-        """The state as it is now, in memory of its own."""
+        """A copy of the state."""
         return {name: tensor.clone() for name, tensor in self.state.items()}
 
     def restore(self, snapshot: TableSnapshot) -> None:
-        """Be as `snapshot` says, in the memory of then; what free slots hold is not looked at."""
+        """Restore the table, and its tensors, to `snapshot`. The contents of free slots may differ."""
         self.store.restore_snapshot(snapshot.store)
         self.positions, self.state = snapshot.positions, snapshot.state
         for tensor, content in snapshot.copies:
@@ -222,12 +222,12 @@ class SlotTable:
             snapshot.recall.restore(self.recall)
 
     def roll_back_recall(self, counts: Sequence[int]) -> None:
-        """Forget that the newest `counts` tokens of each row were written, where all tokens are to be recalled."""
+        """Remove the newest `counts` tokens of each row from the recall store, if there is one."""
         if self.recall is not None:
             self.recall.roll_back(counts)
 
     def positions_of(self, row: int) -> Tensor:
-        """The positions of all tokens of a row that can be read, in no order, free slots among them."""
+        """The positions of all tokens of a row that can be read, in any order, with EMPTY among them."""
         return self.positions[row].flatten() if self.recall is None else self.recall.positions[row]
 
     def edit(self, change: Callable[[Tensor], Tensor], rows: slice) -> None:
@@ -257,7 +257,7 @@ class SlotTable:
         self.count()  # as above
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything allocated, by name."""
+        """All allocated tensors, by name."""
         if self.is_empty:
             return {}
         state = {STATE + name: tensor for name, tensor in self.state.items()}
@@ -269,7 +269,7 @@ class SlotTable:
         return {} if self.recall is None else self.recall.tensors()
 
     def load(self, tensors: dict[str, Tensor], state: tuple[str, ...], tokens_seen: Sequence[int]) -> None:
-        """Take what `tensors` and `recalled_tensors` gave, of which `state` is kept per slot, into an empty table."""
+        """Load the results of `tensors` and `recalled_tensors`, with state of these names, into this empty table."""
         self.store.restore(tensors)
         if self.recall is not None:
             self.recall.load(tensors, tokens_seen)
@@ -298,7 +298,7 @@ class SlotTable:
 
 
 def free_reserved(positions: Tensor, index: SlotIndex, evicted_positions: SlotIndex) -> None:
-    """Free what was reserved at `index` of `positions` for tokens that stood at `evicted_positions`."""
+    """Free the slots at `index` of `positions` that are reserved for tokens from `evicted_positions`."""
     now = positions.gather(-1, index)
     positions.scatter_(-1, index, now.masked_fill(evicted_positions >= 0, EMPTY))
 
@@ -313,7 +313,7 @@ def reserve_again(positions: Tensor, index: SlotIndex, evicted_positions: SlotIn
 class TableView:
     """A layer's slots once the tokens of `step` are written, and before any token is evicted.
 
-    It reads the memory of the layer, so it holds until that is written into; `kept` holds for the whole pass.
+    It reads the memory of the layer, so it is valid until that is written into. `kept` is valid for the whole pass.
     """
 
     step: Step
@@ -330,18 +330,21 @@ class TableView:
 
     @classmethod
     def of(cls, table: SlotTable, rules: LayerConfig, step: Step) -> TableView:
-        """View of a table that holds the tokens of `step` already."""
+        """The view of a table that already holds the tokens of `step`."""
         store, occupancy = table.store, min(table.occupancy_bound + step.graph_headroom, table.slots)
         counts = log_counts(rules.merge, table.state)
         return cls(step, *store.packed(), table.positions, counts, table.places, occupancy, store.index_keys)
 
     @property
     def counted(self) -> int:
-        """Tokens of the fullest row and head; asks the device."""
+        """Tokens of the fullest row and head, counted on the device."""
         return int((self.positions >= 0).sum(-1).max())
 
     def within_reach(self, rules: LayerConfig) -> TableView:
-        """With the last query that sees each slot, in rows of different sinks that keep these and the newest tokens."""
+        """The view with the last query that sees each slot, for rows with different sinks.
+
+        The policy keeps sinks and the newest tokens.
+        """
         assert self.step.sinks is not None, "rows that are alike"
         assert rules.budget is not None, "a reach without a budget"
         sinks, positions = self.step.sinks.per_slot, self.positions
@@ -349,10 +352,10 @@ class TableView:
         return replace(self, seen_until=until.to(positions.dtype))
 
     def kept(self) -> TableView:
-        """The same for the rest of the pass, whatever is written and evicted in it. Merges have to be undone first.
+        """A view for the rest of the pass, through later writes and evictions. Merges have to be undone first.
 
-        An evicted token's slot is reserved until the pass ends, so keys and values are still there; what a store holds
-        in full precision may be overwritten.
+        An evicted token's slot is reserved until the pass ends, so keys and values are still there. Full-precision
+        tokens are copied, as the store may overwrite them.
         """
         keys, values = (_apart(states, self.has_recalled) for states in (self.keys, self.values))
         return replace(self, keys=keys, values=values, positions=self.positions.clone())
@@ -368,7 +371,7 @@ class TableView:
 
 
 def _apart(states: PackedStates, has_recalled: bool) -> PackedStates:
-    """With tokens in full precision in memory of their own; all others, too, where they are joined."""
+    """A copy of the full-precision tokens, and of all states where some are recalled."""
     ring = states.full_precision
     if has_recalled:
         scales = None if states.scales is None else states.scales.clone()

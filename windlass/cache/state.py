@@ -1,4 +1,4 @@
-"""The state of a cache: its options, layers and rows. Its operations are in `cache`."""
+"""The state of a cache: its options, layers and rows. `windlass.cache.cache` has its operations."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -24,7 +24,7 @@ from windlass.stores.base import Store
 
 @dataclass(frozen=True)
 class Text:
-    """Where the rows stand, and the pass that is running, if any. Replaced as a whole: a pass is all or nothing.
+    """Where the rows stand, and the pass that is running, if any. It is replaced as a whole: a pass is all or nothing.
 
     `latest` is the pass that completed last, unless there were edits after it.
     """
@@ -37,8 +37,8 @@ class Text:
 class CacheState:
     """The layers and rows of a cache of un-rotated keys, and its options.
 
-    `model_id` is an object of its one model: caches that share it may exchange tokens. `rotaries` say how each of
-    the model's layers rotates, None where it does not.
+    `model_id` is an object of its one model. Caches that share it may exchange tokens. `rotaries` has the rotary
+    embedding of each of the model's layers, or None for a layer that does not rotate.
     """
 
     is_rotated: ClassVar[bool] = False
@@ -79,7 +79,7 @@ class CacheState:
 
     @property
     def layers(self) -> list[SlotLayer]:
-        """One for each attention layer, in the order of the model; with shares, one for each group of its heads."""
+        """The slot layers in the order of the model: one per attention layer, or with shares one per group of heads."""
         self._settle()
         return self._layers
 
@@ -89,7 +89,7 @@ class CacheState:
 
     @property
     def layers_to_read(self) -> list[SlotLayer]:
-        """The same for a reader that changes nothing in them: decode goes on as fast as before."""
+        """`layers` for a reader that changes nothing in them, so that decode stays as fast as before."""
         fused = self._fused
         self._settle()
         if fused is not None:
@@ -99,7 +99,7 @@ class CacheState:
 
     @property
     def by_layer(self) -> list[HeadGroups]:
-        """The same, gathered: slots of each attention layer."""
+        """`layers`, grouped by attention layer of the model."""
         self._settle()
         return self._by_layer
 
@@ -108,14 +108,14 @@ class CacheState:
         self._by_layer = groups
 
     def _settle(self) -> None:
-        """Let the layers know of all steps."""
+        """Bring the layers up to date with all decode steps."""
         fused = self._fused
         if fused is not None:
             fused.settle()
             self._fused = None
 
     def forget_steps(self) -> None:
-        """Let no step be rolled back any more, which takes memory."""
+        """Make all steps permanent, and free the memory for rolling them back."""
         if self._fused is not None:
             self._fused.forget()
         else:
@@ -133,7 +133,7 @@ class CacheState:
 
     @property
     def positions(self) -> PositionMode:
-        """Where kept tokens are read. Nothing is stored with it, so it may change between steps."""
+        """The mode that decides where kept tokens are read. It may change between steps: keys are stored un-rotated."""
         return self.options.positions
 
     @positions.setter
@@ -142,7 +142,7 @@ class CacheState:
 
     @property
     def trained_length(self) -> int | None:
-        """Tokens of the longest text that the model was trained on; None where its config does not tell."""
+        """Tokens of the longest text that the model was trained on. None: its config does not tell."""
         lengths = [
             each.trained_length for each in self.rotaries if each is not None and each.trained_length is not None
         ]
@@ -155,22 +155,22 @@ class CacheState:
 
     @property
     def policy(self) -> Policy:
-        """Which tokens are kept."""
+        """The policy that decides which tokens are kept."""
         return self.options.policy
 
     @property
     def store(self) -> Store:
-        """How keys and values are held."""
+        """The format of keys and values."""
         return self.options.store
 
     @property
     def merge(self) -> Merge | None:
-        """Where evicted tokens go; None drops them."""
+        """The rule that merges evicted tokens into kept ones. None: they are dropped."""
         return self.options.merge
 
     @property
     def batch_size(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return self.options.batch
 
     @property
@@ -179,5 +179,5 @@ class CacheState:
         return self.rows.next_positions
 
     def schedule(self, how: Pass) -> None:
-        """Say how the next forward pass is taken."""
+        """Set how the next forward pass is taken."""
         self.next_pass = how

@@ -19,7 +19,7 @@ WRITER_SECONDS: Final = 2.0  # to wait for somebody who writes into a named pipe
 
 
 def read_text(file: Path, what: str) -> str:
-    """The text of a file, called `what` in errors. See `read_bytes` and `decoded`.
+    """Read a text file. Errors name it by the given label. See `read_bytes` and `decoded`.
 
     Raises: UsageError when it cannot be read, is empty, or is not UTF-8.
     """
@@ -27,7 +27,7 @@ def read_text(file: Path, what: str) -> str:
 
 
 def read_bytes(path: Path, what: str) -> bytes:
-    """Read a regular file or a pipe, called `what` in errors, of at most `MAX_BYTES`.
+    """Read a regular file or a pipe of at most `MAX_BYTES`. Errors name it by the given label.
 
     Raises: UsageError when it cannot be read, is of another kind (a device has no end), or is larger.
     """
@@ -44,7 +44,7 @@ def read_bytes(path: Path, what: str) -> bytes:
 
 
 def check_readable(path: Path, what: str) -> int:
-    """The mode of a regular file or a pipe, called `what` in errors, without opening it.
+    """Return the mode of a regular file or a pipe, without opening it. Errors name it by the given label.
 
     Raises: UsageError when it is missing, may not be read, or is of another kind: a device has no end.
     """
@@ -64,13 +64,13 @@ def check_readable(path: Path, what: str) -> int:
 
 
 def check_text(file: Path, what: str) -> None:
-    """Read a regular file to check it. Raises: UsageError, which calls it `what`, when that fails."""
+    """Read a regular file to check it. Raises: UsageError, with the given label, when that fails."""
     if stat.S_ISREG(check_readable(file, what)):
         read_text(file, what)
 
 
 def check_folder(path: Path, what: str) -> Path:
-    """Return a writable folder `path`. Raises: UsageError, which calls it `what`, for any other path."""
+    """Return a writable folder `path`. Raises: UsageError, with the given label, for any other path."""
     if not path.is_dir():
         raise UsageError(f"{what} {str(path)!r} is no folder; make it first, or leave it out")
     if not os.access(path, os.W_OK | os.X_OK):
@@ -79,7 +79,7 @@ def check_folder(path: Path, what: str) -> Path:
 
 
 def read_limited(read: Callable[[int], bytes], what: str) -> bytes:
-    """The whole output of `read`. Raises: UsageError, which calls it `what`, for more than `MAX_BYTES`."""
+    """Return the whole output of `read`. Raises: UsageError, with the given label, for more than `MAX_BYTES`."""
     data = read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise UsageError(f"{what} has more than {MAX_BYTES:,} bytes, which is the most that is read; give a part of it")
@@ -106,10 +106,9 @@ def decoded(data: bytes, what: str) -> str:
 
 
 def check_writable(path: Path, what: str) -> None:
-    """Check that `path` can be written, before a long run.
+    """Check that `path` can be written, before a long run. Errors name it by the given label.
 
-    Raises: UsageError, which calls the path `what`, when it is a folder, a device or a pipe, or its folder is missing
-    or not writable.
+    Raises: UsageError when the path is a folder, a device or a pipe, or its folder is missing or not writable.
     """
     folder = path.expanduser().resolve().parent
     if path.is_dir():
@@ -122,7 +121,7 @@ def check_writable(path: Path, what: str) -> None:
 
 
 def check_regular(path: Path, what: str) -> None:
-    """Check `path`. Raises: UsageError, which calls it `what`, if it exists and is no regular file."""
+    """Check `path`. Raises: UsageError, with the given label, if it exists and is no regular file."""
     if path.exists() and not path.is_file():
         raise UsageError(f"{what} {path} is not a regular file; give the name of a file")
 

@@ -47,13 +47,13 @@ SUPER: Final = 256
 
 @dataclass(frozen=True)
 class GroupCodes:
-    """Weights of 4 or 8 bits, a scale and perhaps a zero point for each `group` of inputs, in blocks of outputs.
+    """Weights of 4 or 8 bits, with a scale and perhaps a zero point for each `group` of inputs, in blocks of outputs.
 
-    A block of so many outputs, the last one filled up, holds its inputs one after the other. Of 4 bits, byte j of an
-    input has the code of output j in its low nibble and that of output j + block / 2 in its high one, as PyTorch packs
-    them for a CPU; a code is worth (code - middle) * scale + zero point. Of 8 bits a code has its sign, and is worth
-    code * scale + zero point. `pairs` holds the two, or the scale alone in one column; where they are int8 they are
-    multiplied with the float16 of `supers`, one for SUPER inputs.
+    A block has `block` outputs and stores its inputs one after the other. The last block is padded. With 4 bits, byte j
+    of an input has the code of output j in its low nibble and that of output j + block / 2 in its high one, as PyTorch
+    packs them for a CPU. A code then stands for (code - middle) * scale + zero point. With 8 bits a code has a sign and
+    stands for code * scale + zero point. `pairs` holds scale and zero point, or the scale alone in one column. Pairs of
+    int8 are multiplied by the float16 of `supers`, one for SUPER inputs.
     """
 
     codes: PackedCodes

@@ -351,10 +351,10 @@ def gpu_number(device: str) -> int | None:
 
 
 def folder_of(name: str | os.PathLike[str]) -> Path | None:
-    """The folder or the GGUF file that `name` means, checked; None where it is a name on the hub.
+    """The folder or the GGUF file that `name` means, checked. None: `name` is a name on the hub.
 
-    A folder that has a GGUF file, and no model in the format of transformers, means that file; of several files
-    `folder:Q4_K_M` means the one that is so called.
+    A folder that has a GGUF file, and no model in the format of transformers, means that file. `folder:Q4_K_M` picks
+    one of several files by its types.
 
     Raises: UsageError for a folder without the files that a model needs, and for a name that can be neither.
     """
@@ -376,7 +376,7 @@ def folder_of(name: str | os.PathLike[str]) -> Path | None:
 
 
 def split_quant(name: str) -> tuple[str, str | None]:
-    """A model's name, and what stands behind its colon: the types of the GGUF file that is meant."""
+    """A model's name, and the text after its colon: the types of the GGUF file to use."""
     base, colon, quant = name.rpartition(":")
     return (base, quant) if colon and re.fullmatch(r"\w[\w.-]{0,40}", quant, re.ASCII) else (name, None)
 
@@ -416,7 +416,7 @@ def gguf_among(files: Iterable[str], quant: str | None, model: str) -> str:
 
 
 def quant_of(file: str) -> str:
-    """The types in a GGUF file's name, as `Q4_K_M`; else its last word."""
+    """The types in a GGUF file's name, such as `Q4_K_M`. A name without types gives its last word."""
     match = re.search(r"(?<![a-z0-9])(i?q\d\w*|b?f(?:16|32))", file, re.IGNORECASE)
     return match[1] if match else Path(file).stem.rpartition(".")[2]
 
@@ -476,7 +476,7 @@ def _json(path: Path) -> Any:
 
 
 def check_config(what: str, config: Any) -> None:
-    """Check a config. Raises: UsageError, which calls it `what`, if it is no object or has a wrong count."""
+    """Check a config. Raises: UsageError, with the given label, if it is no object or has a wrong count."""
     if not isinstance(config, dict):
         raise UsageError(f"{what} is not an object of JSON; copy it again")
     for part in (config, config.get("text_config")):

@@ -28,8 +28,9 @@ def is_lost(error: BaseException) -> bool:
 class Ranks:
     """All processes of PyTorch's default process group: `size` of them, of which this one is `number`.
 
-    Every method is a collective call: all ranks make it, in the same order, or each of them waits for the others until
-    the group's timeout. What is of the host travels through a group of its own where the default one is of a device.
+    Every method is a collective call: all ranks make it in the same order. A rank that misses a call makes the others
+    wait until the group's timeout. Where the default group is of a device, data of the host goes through a second
+    group.
 
     Raises: RuntimeError from PyTorch, here and in all methods, where a rank has died or the timeout is over.
     """
@@ -66,7 +67,7 @@ class Ranks:
         return values
 
     def gathered_by_first(self, value: Value) -> list[Value]:
-        """The same on rank 0; the others get nothing, an empty list."""
+        """Return the `value` of each rank in order on rank 0, and an empty list on the other ranks."""
         values: list[Any] | None = [None] * self.size if self.is_first else None
         dist.gather_object(value, values, 0, group=self._host)
         return values or []
@@ -85,9 +86,9 @@ class Ranks:
 class RankHeads:
     """The heads of each attention layer on this rank: `kv_heads` of them, in the order of the cache's layers.
 
-    `is_split`: the kv heads of all ranks together are those of a layer, rank 0 has the first; else each rank has all of
-    them, with the same keys. `has_all_queries`: each rank has all query heads; else some, with or without split kv
-    heads.
+    `is_split` tells whether the kv heads of a layer are split among the ranks, the first ones on rank 0. Otherwise each
+    rank has all of them, with the same keys. `has_all_queries` tells whether each rank has all query heads. Otherwise
+    it has some of them, with or without split kv heads.
     """
 
     ranks: Ranks
@@ -96,7 +97,7 @@ class RankHeads:
     has_all_queries: bool
 
     def heads(self, layer: int) -> tuple[int, ...] | None:
-        """The numbers in the model of the kv heads that this rank has of a layer; None: all of them."""
+        """The model's numbers of the kv heads that this rank has of a layer. None: all of them."""
         if not self.is_split:
             return None
         count = self.kv_heads[layer]
@@ -123,9 +124,9 @@ BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def join(launch: Launch) -> None:
-    """Make PyTorch's process group, which later calls find; returns once all processes are there.
+    """Make PyTorch's process group, which later calls find. Returns once all processes are there.
 
-    Where they meet at a loopback address, they talk over the loopback interface alone, unless the environment names
+    Processes that meet at a loopback address talk over the loopback interface alone, unless the environment names
     another one. A GPU of CUDA becomes the process's current one.
 
     Raises: UsageError where they do not meet, or for a device of another kind.
@@ -147,7 +148,7 @@ def join(launch: Launch) -> None:
 
 
 def leave() -> None:
-    """Wait for the others, and part, so that nobody is left in the middle of a call; nothing where nobody met."""
+    """Wait for the other processes, so that none is left in a call, and leave the group, if there is one."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
@@ -177,7 +178,7 @@ def is_spread(tensor: object) -> bool:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """All of a tensor: where it is spread a copy, and a collective call; else itself."""
+    """All of a tensor: itself, or a copy where it is spread over the ranks, which is a collective call."""
     if not is_spread(tensor):
         return tensor
     whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]  # a DTensor

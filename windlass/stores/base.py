@@ -2,7 +2,7 @@
 
 A store turns a token into its *parts*: one row in each of a few tensors of shape (batch, kv_heads, slots, width).
 `Store` allocates these tensors and reads, writes, moves, copies and saves their rows without a look inside. Only
-`encode`, `decode_keys` and `decode_values` know what the parts mean.
+`encode`, `decode_keys` and `decode_values` know the meaning of the parts.
 
 To write a store, subclass `Store` in a file of its own:
 

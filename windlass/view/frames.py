@@ -321,7 +321,7 @@ def records_of(data: bytes) -> Iterator[Record]:
 
 
 def parsed(payload: bytes, what: str) -> dict[str, Any]:
-    """The JSON object of a payload, called `what` in errors. Raises: RecordingError for anything else."""
+    """The JSON object of a payload. Raises: RecordingError, with the given label, for anything else."""
     try:
         told = json.loads(payload)
     except (ValueError, RecursionError):
