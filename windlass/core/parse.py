@@ -351,10 +351,10 @@ def gpu_number(device: str) -> int | None:
 
 
 def folder_of(name: str | os.PathLike[str]) -> Path | None:
-    """The folder or the GGUF file that `name` means, checked; None where it is a name on the hub.
+    """Return the folder or GGUF file that `name` stands for, checked, or None if it is a name on the hub.
 
-    A folder that has a GGUF file, and no model in the format of transformers, means that file; of several files
-    `folder:Q4_K_M` means the one that is so called.
+    A folder that holds a GGUF file, and no model in the format of transformers, stands for that file. Of several files
+    `folder:Q4_K_M` selects one by its quantisation.
 
     Raises: UsageError for a folder without the files that a model needs, and for a name that can be neither.
     """
@@ -416,7 +416,7 @@ def gguf_among(files: Iterable[str], quant: str | None, model: str) -> str:
 
 
 def quant_of(file: str) -> str:
-    """The types in a GGUF file's name, as `Q4_K_M`; else its last word."""
+    """Return the quantisation in a GGUF file's name, such as `Q4_K_M`, or its last word if there is none."""
     match = re.search(r"(?<![a-z0-9])(i?q\d\w*|b?f(?:16|32))", file, re.IGNORECASE)
     return match[1] if match else Path(file).stem.rpartition(".")[2]
 

@@ -123,7 +123,7 @@ BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def join(launch: Launch) -> None:
-    """Make PyTorch's process group, which later calls find; returns once all processes are there.
+    """Create PyTorch's default process group, and return once all processes have joined.
 
     Where they meet at a loopback address, they talk over the loopback interface alone, unless the environment names
     another one. A GPU of CUDA becomes the process's current one.
