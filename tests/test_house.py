@@ -19,7 +19,7 @@ MOST_BANNED = {"windlass": 2, "tests": 0, "benchmarks": 0}
 MOST_SEMICOLONS = {
     "windlass/cache": 142,
     "windlass/core": 6,
-    "windlass/engine": 96,
+    "windlass/engine": 61,
     "windlass/evals": 19,
     "windlass/kernels": 16,
     "windlass/serve": 68,
