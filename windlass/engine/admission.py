@@ -39,7 +39,7 @@ class Admission:
         return _tokens(self.tickets)
 
     def add(self, tickets: Sequence[Ticket]) -> None:
-        """Queue all of the tickets or none. Raises: QueueFullError, UsageError for more than the queue can ever hold."""
+        """Queue all tickets or none. Raises: QueueFullError, UsageError for more than the queue can ever hold."""
         limits, before = self._limits, self._queued(self.tickets, self._kinds_of)
         kinds = {each.number: self._kind(each.request) for each in tickets}
         for kind, count in Counter(kinds.values()).items():
