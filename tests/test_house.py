@@ -14,12 +14,11 @@ ROOMS = (*sorted(f"windlass/{path.parent.name}" for path in (ROOT / "windlass").
 RESULTS = sorted([*(ROOT / "docs" / "results").glob("*.md"), ROOT / "docs" / "log.md"])
 CODE = re.compile(r"`[^`]*`")
 # Docstrings that begin with a banned word, still to be mended: may only fall.
-MOST_BANNED = {"windlass": 9, "tests": 0, "benchmarks": 0}
+MOST_BANNED = {"windlass": 2, "tests": 0, "benchmarks": 0}
 # Docstrings with a semicolon in rooms that are still to be mended: may only fall. Other rooms have none.
 MOST_SEMICOLONS = {
-    "windlass/engine": 96,
+    "windlass/engine": 61,
     "windlass/evals": 19,
-    "windlass/hf": 31,
     "windlass/kernels": 16,
     "windlass/serve": 68,
 }

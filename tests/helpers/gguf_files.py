@@ -104,7 +104,7 @@ def write(
     extra: dict[str, np.ndarray] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """A file of a small model, whose matrices are of a type, but for those of `own`; returns the model."""
+    """Write a small model to a file and return it. Matrices have one type, except those that `own` names."""
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quantize
     from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map

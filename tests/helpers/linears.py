@@ -32,7 +32,7 @@ def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: b
 
 
 def in_groups(kind: str, outputs: int, width: int, generator: torch.Generator) -> GroupCodes:
-    """Codes of `groups of 4` (bits) or `groups of 8`, `with supers` or without; the last block is not full."""
+    """Random codes of kind `groups of 4` (bits) or `groups of 8`, perhaps `with supers`. The last block is not full."""
     bits, has_supers = int(kind.split()[2]), kind.endswith("supers")
     rows, group, columns = -(-outputs // 64) * 64, 32 if bits == 4 else 16, 2 if has_supers == (bits == 4) else 1
     if bits == 4:

@@ -341,7 +341,7 @@ FUZZED = [pytest.param(40), pytest.param(1000, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("count", FUZZED)
 def test_damaged_files_give_a_model_or_one_line(count: int, tmp_path: Path) -> None:
-    """Bytes of the header are changed, dropped or doubled; sizes are those that lead astray."""
+    """Bytes of the header are changed, dropped, doubled, or replaced by extreme sizes."""
     write(tmp_path / "whole.gguf", "llama", "Q4_0")
     whole = (tmp_path / "whole.gguf").read_bytes()
     end = min(each.start for each in read_header(tmp_path / "whole.gguf").tensors.values())

@@ -39,7 +39,7 @@ class Admission:
         return _tokens(self.tickets)
 
     def add(self, tickets: Sequence[Ticket]) -> None:
-        """Let all of these wait, or none. Raises: QueueFullError; UsageError for more than can ever wait."""
+        """Queue all tickets or none. Raises: QueueFullError, UsageError for more than the queue can ever hold."""
         limits, before = self._limits, self._queued(self.tickets, self._kinds_of)
         kinds = {each.number: self._kind(each.request) for each in tickets}
         for kind, count in Counter(kinds.values()).items():
@@ -108,8 +108,10 @@ def _tokens(tickets: Sequence[Ticket]) -> int:
 def check_request(
     request: Request, limits: EngineLimits, model: PreTrainedModel, kinds: Sequence[CacheOptions], kept_bytes: int
 ) -> None:
-    """Raises: UsageError for what an engine with these limits, and rows of these `kinds`, does not take; `kept_bytes`
-    are for what it keeps from one request to the next."""
+    """Raises: UsageError for a request that an engine with these limits and rows of these `kinds` does not accept.
+
+    `kept_bytes`: the memory limit of the prefix cache.
+    """
     prompt, vocabulary = request.prompt, vocabulary_of(model)
     if not prompt:
         raise UsageError("the prompt is empty; give at least one token")

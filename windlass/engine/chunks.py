@@ -1,8 +1,8 @@
-"""Parts of a text that are read once each, and put together in any order.
+"""Parts of a text, each read once and then joined in any order.
 
-`encode` reads a part and keeps its keys and values, un-rotated, with its ids. `join` puts parts behind each other into
-a row of a cache: positions are integers, so no key is touched. A part has then not seen the text before it; `recompute`
-says which of its tokens are read again, where they stand.
+`encode` reads a part and caches its keys and values before RoPE, with its ids. `join` concatenates parts in a row of a
+cache: positions are integers, so no key is changed. A joined part has not attended to the text before it, and
+`recompute` selects tokens that are read again in place.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Part:
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of its keys and values, and of what its policy noted."""
+        """Bytes of the part's keys, values and policy state."""
         return self.cache.bytes_held
 
     def __len__(self) -> int:
@@ -84,11 +84,11 @@ def encode(
     prefix: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> Part:
-    """A part of a text, read once: behind the tokens of `prefix`, which are not kept.
+    """Read a part of a text once, after the tokens of `prefix`, which are not part of the result.
 
-    `options` are those of its cache: of the same policy and store as the cache that it is to go to. A `budget` cuts it
-    at once, after all of it was read. A `prefix` is what stands at the start of every text, such as a system prompt or
-    the token that begins one: without it a part's first tokens become what attention rests on.
+    `options`: the part's cache, with the policy and store of the cache that the part will join. A `budget` evicts once
+    the whole part was read. `prefix`: the start of every text, such as a system prompt or the beginning-of-text token.
+    Without it a part's own first tokens become the attention sinks.
 
     Raises: UsageError for no tokens, and for models with recurrent layers or a cache that can't be joined.
     """
@@ -112,14 +112,14 @@ def join(
     row: int = 0,
     at: int | None = None,
 ) -> JoinReport:
-    """Put `parts` behind each other into a row of `cache`: after its text, or at position `at`.
+    """Concatenate `parts` in a row of `cache`, after its text or at position `at`.
 
-    `recompute` says which of their tokens are read again: "none", "first(16)" of each part, "divergent(0.16)" of all
-    tokens, "all". A part that follows just what it was encoded after needs none of it; a token that begins a text
-    (`bos_token_id`) and starts another part is always read again; of a part that was cut only what is left. What
-    exceeds the budget of `cache` goes when the model reads on.
+    `recompute` selects tokens that are read again: "none", "first(16)" of each part, "divergent(0.16)" of all tokens,
+    "all". A part that follows the very text it was encoded after needs none. A beginning-of-text token
+    (`bos_token_id`) that starts a later part is always read again. Evicted tokens of a part are not read again. Tokens
+    beyond the budget of `cache` are evicted when the model reads on.
 
-    Raises: UsageError for parts that do not fit the cache, and for what can't be recomputed; nothing is changed.
+    Raises: UsageError for parts that do not fit the cache or can't be recomputed. The cache is unchanged then.
     """
     check_reading(model, cache, None)
     mode = recompute_of(recompute)
@@ -162,12 +162,12 @@ def join(
 def read_again(
     model: PreTrainedModel, cache: KVCache, positions: Sequence[int], row: int = 0, ids: Sequence[int] | None = None
 ) -> int:
-    """Let the model read the tokens at `positions` of a row again, where they stand; returns how many there were.
+    """Read the tokens at `positions` of a row again, in place, and return their number.
 
-    Each sees what stands up to it. Tokens that no layer holds any more are left out. `ids` are those of the tokens at
-    `positions`; None takes them from the cache, which knows them as long as no edit has moved the text.
+    Each attends to the text before it. Tokens that every layer has evicted are left out. `ids` are the ids of the
+    tokens at `positions`. None takes them from the cache, which knows them until an edit moves the text.
 
-    Raises: UsageError for positions that are none of the row's, ids that are not known, and what can't be recomputed.
+    Raises: UsageError for positions outside the row, unknown ids, and models or caches that can't recompute.
     """
     check_reading(model, cache, None)
     row = whole_number("row", row, 0, cache.batch_size - 1)
@@ -187,7 +187,7 @@ def read_again(
 
 
 def _text(cache: KVCache, row: int) -> list[int] | None:
-    """The ids of a row by position; None where they are not known."""
+    """Return the ids of a row by position, or None if they are not known."""
     its = cache.rows.rows[row]
     return its.tokens if its.tokens_seen == its.next_position else None
 
@@ -210,10 +210,10 @@ def _read_again(
 
 
 def check_parts(parts: PromptParts, tokens: int, options: CacheOptions, kept_bytes: int) -> None:
-    """Check parts of a prompt of so many tokens, for a row with these options. `kept_bytes` are for what is kept.
+    """Check the parts of a prompt of `tokens` tokens, for a row with these options and a prefix cache of `kept_bytes`.
 
-    What a model itself cannot do is told once it is tried. Parts of which all is read again are text like any other,
-    and need none of this.
+    Limits of a model itself are reported once it runs. Parts that are wholly recomputed are plain text, and only
+    their order is checked.
 
     Raises: UsageError, whose text begins with `chunks`.
     """
@@ -252,12 +252,12 @@ Piece = tuple[int, int]  # tokens [start, stop) of a prompt
 
 @final
 class PartsReader(PromptReader):
-    """A prompt with parts. Those that `kept` has are not read; the others are, alone, and are kept for later.
+    """Reader of a prompt with parts. Parts in the prefix cache `kept` are not read. Others are read alone and added.
 
-    A part is read behind the token that begins the prompt, unless a part does, in a cache without a budget. It is then
-    spliced: what exceeds the budget goes when the model reads on. `check_parts` has seen to it that this is nothing.
+    A part is read after the prompt's first token, unless a part begins the prompt, in a cache without a budget. It is
+    then spliced. Tokens beyond the budget would be evicted when the model reads on, but `check_parts` rules them out.
 
-    Errors of what cannot be honoured begin with `chunks`.
+    Messages of a UsageError begin with `chunks`.
     """
 
     def __init__(self, model: PreTrainedModel, request: Request, parts: PromptParts, kept: PrefixCache) -> None:
@@ -302,7 +302,7 @@ class PartsReader(PromptReader):
             yield
 
     def _joined(self, group: Sequence[Piece]) -> Iterator[None]:
-        """Splice parts that stand behind each other, and read again what is to be."""
+        """Splice adjacent parts, and recompute the selected tokens."""
         prompt, mode = self._request.prompt, self._parts.recompute
         start, stop = group[0][0], group[-1][1]
         spans = [Span(*piece, is_exact=piece[0] == self._lead) for piece in group]

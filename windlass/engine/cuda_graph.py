@@ -25,18 +25,18 @@ class Graph(ABC):
 
     @abstractmethod
     def capture(self, work: Callable[[], None]) -> None:
-        """Record what `work` would do, without doing it; what was recorded before is forgotten.
+        """Record `work` without doing it. Replaces the previous recording.
 
-        Raises: RuntimeError, or what `work` raises, for work that cannot be recorded; nothing was done then.
+        Raises: RuntimeError, or the error of `work`, if it cannot be recorded. Nothing was done then.
         """
 
     @abstractmethod
     def replay(self) -> None:
-        """Do the work once more; returns at once."""
+        """Launch the recorded work and return at once."""
 
     @abstractmethod
     def copied(self, ids: Tensor) -> Callable[[], list[int]]:
-        """Begin to copy (batch, 1) `ids` to the host; the copy is what the call of the result waits for."""
+        """Start to copy (batch, 1) `ids` to the host. Calling the result waits for the copy and returns it."""
 
 
 @final
@@ -71,12 +71,12 @@ class CudaGraph(Graph):
 
 
 def graph_for(device: torch.device) -> Graph | None:
-    """A graph for this kind of device; None where steps are run as they come."""
+    """Return a graph for this kind of device, or None if steps run without one."""
     return CudaGraph() if device.type == "cuda" else None
 
 
 def wait_for(device: torch.device) -> None:
-    """Return when a GPU has done all that it was given; at once on a CPU, which does things as they come."""
+    """Wait until a GPU has finished its queued work. Returns at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -109,9 +109,9 @@ def count_recorded(layer: SlotLayer, counts: Sequence[int]) -> None:
 
 @contextmanager
 def freeing_reserved(layers: list[SlotLayer]) -> Iterator[None]:
-    """Let the step inside keep what it reserves, and free what steps before it reserved, in a way that can be captured.
+    """Free the slots that earlier steps reserved, but not those that the step inside reserves. Can be captured.
 
-    The records of those steps name slots of one moment; a graph has to find them anew each time it is replayed.
+    Records of earlier steps list slots of one moment, but a graph must find the slots anew at each replay.
     """
     reserving = [layer for layer in layers if layer.budget is not None or layer.rules.joins]
     reserved = [layer.positions == RESERVED for layer in reserving]
@@ -126,7 +126,7 @@ def freeing_reserved(layers: list[SlotLayer]) -> Iterator[None]:
 def in_place(layers: list[SlotLayer]) -> Iterator[None]:
     """During capture, copy every replaced tensor back into its original storage: a replay reads fixed addresses.
 
-    The records of the step keep copies of what was there before.
+    The step's records hold copies of the original contents.
     """
     with ExitStack() as stack:
         for layer in layers:
@@ -150,7 +150,7 @@ def _in_place(layer: SlotLayer) -> Iterator[None]:
 
 @contextmanager
 def restoring(layers: list[SlotLayer]) -> Iterator[None]:
-    """Put what the host knows of the layers back afterwards: a capture records work and does none of it."""
+    """Restore the host's state of the layers on exit: a capture records work without doing it."""
     before = [
         (each, each.table.statistics, each.store.full_precision.tensors, each.table.occupancy_bound, each.history)
         for each in layers

@@ -64,11 +64,11 @@ class GraphKey:
 class Decoder:
     """Greedy or sampled decode from a prompt's `logits` (batch, vocabulary), one token per row and step.
 
-    Call `next_tokens()`, then `advance(rows)` with the rows that get one more; then the tokens are in the cache.
-    With a `graph` step n + 1 is launched before the host reads token n, so the cache is one step ahead until
-    `advance`. The first step runs as it comes, the second is captured; a step that can't be captured runs as it
-    comes, after one warning. A replayed step can be rolled back while it is the last. The cache may be edited
-    between two tokens.
+    Call `next_tokens()`, then `advance(rows)` with the rows that continue. After that the tokens are in the cache.
+    With a `graph`, step n + 1 is launched before the host reads token n, so the cache is one step ahead until
+    `advance`. The first step runs eagerly and the second is captured. A step that can't be captured runs eagerly,
+    after one warning. A replayed step can be rolled back while it is the last. The cache may be edited between two
+    tokens.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Decoder:
         self._sync_rows()
 
     def next_tokens(self) -> list[int]:
-        """The next token of each row; of a row that has ended, any."""
+        """Return the next token of each row. Tokens of rows that have ended are meaningless."""
         if self._graph is None:
             return self._read()
         waiting = self._waiting or self._graph.copied(self._ids)
@@ -116,7 +116,7 @@ class Decoder:
 
     @no_inference_mode
     def _sync_rows(self) -> None:
-        """Put where the rows stand on the device; a graph that was captured for another place is forgotten."""
+        """Copy the rows' positions to the device, and drop graphs captured at other positions."""
         rows, device = self._cache.rows, self._cache.device
         self._ends = rows.next_positions
         self._next = torch.tensor(self._ends, device=device)
@@ -145,7 +145,7 @@ class Decoder:
     def _step(
         self, lengths: tuple[int, ...], tokens: list[list[int]] | None, is_last: bool, is_captured: bool = False
     ) -> None:
-        """One step as it comes, or as it is captured: what one leaves to the next stays in the same memory."""
+        """Run one step, eagerly or under capture. State passed from step to step stays at the same addresses."""
         positions = self._next.where(self._is_active, EMPTY)[:, None]
         after, ids = self._next + self._is_active, self._ids.clone()
         end = max(self._ends) + 1
@@ -169,7 +169,7 @@ class Decoder:
             self._ids.copy_(self._sampler.choose(logits[:, 0]))
 
     def _is_replayed(self, lengths: tuple[int, ...]) -> bool:
-        """Run the step from its graph, where there is one or can be; False where nothing was done."""
+        """Run the step from a graph, captured first if need be. Returns False if nothing was done."""
         cache, end = self._cache, max(self._ends) + 1
         rotaries = [layer.rotary for layer in cache.layers if layer.rotary is not None]
         if end > self._captured_end:
@@ -200,7 +200,7 @@ class Decoder:
         return True
 
     def _is_captured(self, lengths: tuple[int, ...]) -> bool:
-        """Capture a step; False, after a warning, where that cannot be."""
+        """Capture a step. Returns False, after a warning, if it can't be captured."""
         layers, text = self._cache.layers, self._cache.text
 
         def work() -> None:

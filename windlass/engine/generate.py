@@ -31,7 +31,7 @@ from windlass.policies.wrapper import find
 
 
 def check_reading(model: object, cache: object, progress: object) -> None:
-    """Raises: UsageError for what is no model, no cache, or cannot be called."""
+    """Raises: UsageError for arguments that are not a model, a cache, and a callable or None."""
     check_model(model)
     check_kind("cache", cache, KVCache, "a KVCache", "make one with windlass.KVCache(model)")
     if progress is not None and not callable(progress):
@@ -39,7 +39,7 @@ def check_reading(model: object, cache: object, progress: object) -> None:
 
 
 def check_writing(tokenizer: object, prompts: Sequence[object], sampling: object, max_tokens: int) -> int:
-    """`max_tokens` as an int. Raises: UsageError for what is no tokenizer, text, `Sampling` or number of tokens."""
+    """Return `max_tokens` as an int. Raises: UsageError for an argument of another type or a negative number."""
     kind, way_out = PreTrainedTokenizerBase, "it comes after the model"
     check_kind("tokenizer", tokenizer, kind, "the model's tokenizer", way_out)
     check_kind("sampling", sampling, (Sampling, type(None)), "a windlass.Sampling", "write Sampling(temperature=0.7)")
@@ -51,9 +51,9 @@ def check_writing(tokenizer: object, prompts: Sequence[object], sampling: object
 def checked_prompts(
     model: PreTrainedModel, cache: KVCache, prompts: Sequence[Sequence[int]] | Tensor
 ) -> list[list[int]]:
-    """The token ids of each row.
+    """Return the token ids of each row.
 
-    Raises: UsageError for an empty row, what is no id or outside of the vocabulary, and another number of rows.
+    Raises: UsageError for an empty row, a value that is no id of the vocabulary, or another number of rows.
     """
     check_kind("prompts", prompts, (list, tuple, Tensor), "a list of token ids for each row")
     if len(prompts) != cache.batch_size:
@@ -84,7 +84,7 @@ def _ids(row: int, prompt: object) -> list[int]:
 
 @dataclass(frozen=True)
 class RowStep:
-    """One more token of a row; None, and all as it was, once the row has ended."""
+    """One more token of a row. Once the row has ended, `token` is None and the rest is unchanged."""
 
     token: int | None
     stream: TextStream
@@ -121,7 +121,7 @@ class RowText:
         return RowStep(token, stream, "stop" if stream.is_stopped else "length" if is_last else "interrupted")
 
     def taken(self, step: RowStep) -> str:
-        """Note a step; returns its piece of text."""
+        """Record a step and return its piece of text."""
         if step.token is None:
             return ""
         self.tokens.append(step.token)
@@ -137,16 +137,16 @@ def prefill(
     prompts: Sequence[Sequence[int]],
     progress: Progress | None = None,
 ) -> Tensor:
-    """Read one prompt of token ids per row, `cache.chunk` at a time; returns (batch, vocabulary) logits.
+    """Read one prompt of token ids per row, `cache.chunk` at a time, and return (batch, vocabulary) logits.
 
     The logits are those of each row's last token, and no others are computed. Prompts may differ in
     length. `progress` is called with (tokens done, tokens of the longest prompt) after each chunk.
 
-    For a policy that is `OneShot`, prompts to an empty cache are held whole, read a second time if it has a
-    `scoring_chunk`, and then cut to the budget, if there is one; after an interrupt, too.
+    With a `OneShot` policy and an empty cache, eviction waits until the whole prompts were read, and read a second
+    time if the policy has a `scoring_chunk`. An interrupted call evicts too.
 
-    Raises: UsageError for an empty prompt, ids outside the vocabulary, or another number of rows;
-    nothing is then written.
+    Raises: UsageError for an empty prompt, ids outside the vocabulary, or another number of rows. The cache is
+    unchanged then.
     """
     check_reading(model, cache, progress)
     prompts = checked_prompts(model, cache, prompts)
@@ -163,7 +163,7 @@ def prefill(
 def read_whole(
     model: PreTrainedModel, cache: KVCache, prompts: Sequence[Sequence[int]], progress: Progress | None, how: Pass
 ) -> Tensor:
-    """Read prompts to an empty cache, and a second time where the policy wants it; the logits of each last token."""
+    """Read prompts into an empty cache, twice if the policy needs it, and return the logits of each last token."""
     return rest_of(whole_passes(model, cache, prompts, how), progress)
 
 
@@ -177,11 +177,11 @@ def stream(
     stop: Sequence[str | int] | None = None,
     progress: Progress | None = None,
 ) -> "Stream":
-    """The text that follows `prompt`, piece by piece; see `Stream`.
+    """Generate the text that follows `prompt`, piece by piece, see `Stream`.
 
-    The prompt continues what the cache holds; special tokens such as `<s>` are added at the start of
-    a text only. The text ends before a string of `stop`, or at one of its token ids, as in `generate`; what may still
-    become such a string is not given out before that is decided.
+    The prompt continues the cached text. Special tokens such as `<s>` are added at the start of a text only. The text
+    ends before a string of `stop`, or at one of its token ids, as in `generate`. Text that may still become a stop
+    string is held back until that is decided.
 
     Raises: UsageError for an empty prompt, a cache of several rows, or an argument of another type.
     """
@@ -201,14 +201,14 @@ def generate(
     stop: Sequence[str | int] | None = None,
     progress: Progress | None = None,
 ) -> list[Result]:
-    """The texts that follow `prompts`, one per row of the cache (by default a new one without budget).
+    """Generate the texts that follow `prompts`, one per row of the cache (default: a new cache without a budget).
 
-    Each row ends by itself: before a string of `stop`, wherever tokens begin and end in it, at a token id of `stop`,
-    or at `max_tokens`; a row that has ended leaves the others as they are. Strings stand beside the model's end-of-text
-    tokens, ids in place of these; an empty list lets nothing end a row.
+    Each row ends independently: before a string of `stop`, even within a token, at a token id of `stop`, or at
+    `max_tokens`. Other rows continue unchanged. Strings are used in addition to the model's end-of-text tokens, and
+    ids replace those. With an empty list only `max_tokens` ends a row.
 
-    The cache then holds every token of each `Result`, those of the stop string with what the last of them has
-    beyond it, or the end-of-text token: the next prompt goes on after them.
+    The cache has then read every token of each `Result`, including the end-of-text token or the whole tokens of the
+    stop string. The next prompt continues after them.
 
     Raises: UsageError for an empty prompt, another number of rows, or an argument of another type.
     """
@@ -226,7 +226,7 @@ def generate(
 class Stream:
     """An iterator over pieces of text, and the result so far.
 
-    Stopping early is fine: the cache then holds what was given out, and what was held back.
+    You can stop early: the cache then holds the text given out so far and the text held back.
     """
 
     def __init__(self, run: "_Run") -> None:
@@ -314,5 +314,5 @@ class _Run:
 
 
 def _padded(tokens_seen: list[int], prompts: Sequence[str]) -> list[int]:
-    """`tokens_seen` for as many rows as there are prompts; a wrong number is reported once tokens are known."""
+    """Return `tokens_seen`, padded or cut to one per prompt. A wrong number of rows is reported later, with the ids."""
     return (tokens_seen + [0] * len(prompts))[: len(prompts)]

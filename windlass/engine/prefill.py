@@ -26,7 +26,7 @@ from windlass.policies.wrapper import find, scoring_chunk
 
 @torch.no_grad()
 def feed(model: PreTrainedModel, cache: KVCache, pieces: list[list[int]], columns: list[int], how: Pass) -> Tensor:
-    """One step of the model over rows of different lengths; logits of `columns` only."""
+    """Run one step of the model over rows of different lengths, and return the logits of `columns` only."""
     width = max(map(len, pieces))
     ids = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], device=cache.device)
     mask = None
@@ -37,7 +37,7 @@ def feed(model: PreTrainedModel, cache: KVCache, pieces: list[list[int]], column
 
 @torch.no_grad()
 def feed_tokens(model: PreTrainedModel, cache: KVCache, tokens: Mapping[int, int]) -> Tensor:
-    """One more token of some rows, by row, while the others idle; returns (batch, vocabulary) logits."""
+    """Feed one token to each row in `tokens` while other rows idle, and return (batch, vocabulary) logits."""
     rows, device = cache.rows, cache.device
     each = [[tokens[row]] if row in tokens else [] for row in range(cache.batch_size)]
     ids = torch.tensor([own or [0] for own in each], device=device)
@@ -77,7 +77,7 @@ def passes(
     how: Pass = PROMPT,
     look: Look | None = None,
 ) -> Passes:
-    """Feed the prompts in chunks; with a `look`, the logits of all tokens are computed."""
+    """Feed the prompts in chunks. With a `look`, the logits of all tokens are computed."""
     longest = max(map(len, prompts))
     cache.reserve(longest + scoring_chunk(cache.policy))
     last: dict[int, Tensor] = {}
@@ -101,8 +101,10 @@ def whole_passes(
     how: Pass,
     look: Look | None = None,
 ) -> Passes:
-    """Feed the prompts in chunks to an empty cache, and a second time, its `scoring_chunk` at once, where the policy
-    wants it; each is then half of the way. A `look` is shown the logits of the first time."""
+    """Feed the prompts in chunks to an empty cache, and a second time if the policy has a `scoring_chunk`.
+
+    Each reading is then half of the progress. A `look` gets the logits of the first reading.
+    """
     tokens = scoring_chunk(cache.policy)
     if not tokens:
         return (yield from passes(model, cache, prompts, how, look))
@@ -119,7 +121,7 @@ def whole_passes(
 
 
 def rest_of(left: Passes, progress: Progress | None = None) -> Tensor:
-    """Take all passes that are left; `progress` is told of each."""
+    """Run the remaining passes, report each to `progress`, and return the logits."""
     while True:
         try:
             told = next(left)
@@ -141,7 +143,7 @@ def _spans(cache: KVCache, lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class PromptReader(ABC):
-    """One prompt that is read into `cache`; `read` reads one more chunk of it."""
+    """One prompt that is read into `cache`, chunk by chunk, with `read`."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -163,26 +165,26 @@ class PromptReader(ABC):
 
     @property
     def seen(self) -> int:
-        """Tokens that the cache has read; `done` is less where it reads them twice."""
+        """Tokens that the cache has read. `done` is less while a prompt is read twice."""
         return self.cache.tokens_seen[0]
 
     @abstractmethod
     def read(self) -> None:
-        """Read one more chunk: as many tokens as the cache's options say, or less.
+        """Read one more chunk: at most the cache's `chunk` of tokens.
 
-        Of a prompt that is read twice, the second time, as many as its policy says.
+        The second reading of a prompt takes the policy's `scoring_chunk` instead.
 
-        Raises: UsageError for what cannot be read so.
+        Raises: UsageError if the prompt cannot be read with these options.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what is held for the rest of the prompt, which nobody reads any more. May be repeated."""
+        """Release memory reserved for the rest of the prompt, which will not be read. May be repeated."""
 
 
 @final
 class Reader(PromptReader):
-    """A prompt that is read from its beginning on. What `snapshots` have of it is not read again."""
+    """Reader of a prompt from its beginning, or from the end of a prefix that `snapshots` hold."""
 
     def __init__(self, model: PreTrainedModel, request: Request, snapshots: Snapshots) -> None:
         self._model, self.request, self._snapshots = model, request, snapshots
@@ -225,7 +227,7 @@ class Reader(PromptReader):
             self._snapshots.put(self.request, self.done, self.cache, self.logits)
 
     def _score(self, start: int, logits: Tensor) -> None:
-        """Note what tokens behind `start` are given by (1, tokens, vocabulary) logits of those before them."""
+        """Record log probabilities of the tokens after `start`, from the (1, tokens, vocabulary) logits before them."""
         told = self.request.prompt[start + 1 : start + 1 + logits.shape[1]]
         self.logprobs += logprobs_of(logits[0], told, self.request.top_logprobs or 0)
 

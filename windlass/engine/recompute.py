@@ -22,7 +22,7 @@ from windlass.hf.kv_cache import KVCache
 
 
 class Span(NamedTuple):
-    """Where a part stands, and whether what stands before it is what its tokens have read already."""
+    """Place of a part in a text. `is_exact`: the part was encoded after the very text that precedes it here."""
 
     start: int
     stop: int
@@ -43,7 +43,7 @@ class Recompute(ABC):
 
     @abstractmethod
     def chosen(self, spans: Sequence[Span], held: set[int], measure: Measure) -> set[int]:
-        """Positions out of `spans`; `held` are those of tokens that were not evicted."""
+        """Select positions within `spans`. `held`: positions of tokens that were not evicted."""
 
 
 @final
@@ -82,10 +82,10 @@ class First(Recompute):
 @final
 @dataclass(frozen=True)
 class Divergent(Recompute):
-    """The `share` of all tokens whose values in the second layer differ most from what they would be here.
+    """Recompute the `share` of all tokens whose second-layer values differ most from the values they would have here.
 
     Source: CacheBlend, Yao et al. 2024 (arXiv:2405.16444), section 4.3.
-    Differs: a token sees what stands up to it, and nothing behind; the chosen tokens are read from the first layer on.
+    Differs: a token attends to tokens up to itself only, and the selected tokens are read from the first layer on.
     """
 
     share: float = 0.16
@@ -154,13 +154,16 @@ def begin_of_text(model: PreTrainedModel) -> int | None:
 
 
 def own_starts(begins: int | None, firsts: Sequence[int], spans: Sequence[Span]) -> set[int]:
-    """The positions of tokens that begin a text, in parts that do not begin one here; `firsts` are their first ids."""
+    """Return the positions of beginning-of-text tokens in parts that do not begin a text here.
+
+    `firsts`: the first id of each part.
+    """
     pairs = zip(firsts, spans, strict=True)
     return {span.start for first, span in pairs if first == begins and span.start > 0 and not span.is_exact}
 
 
 def passes(cache: KVCache, positions: Sequence[int], ids: Mapping[int, int], row: int) -> Iterator[Step]:
-    """Steps that read the tokens at these positions, which rise, where they stand: what each sees is there already."""
+    """Yield steps that read the tokens at these ascending positions again, in place, over cached tokens."""
     ends, prompt_ends = torch.tensor(cache.next_positions), torch.tensor(cache.rows.prompt_ends)
     for start in range(0, len(positions), cache.chunk):
         places = torch.tensor(positions[start : start + cache.chunk])

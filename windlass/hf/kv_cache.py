@@ -40,7 +40,7 @@ CHUNK: Final = (
 @no_inference_mode
 @torch.no_grad()
 def compress_fitted(cache: ModelCache, budget: int, window: int | None) -> None:
-    """Cut to a budget, and give what stays values that were fitted; see `KVCache.compress`."""
+    """Evict down to a budget and give the cached tokens fitted values, see `KVCache.compress`."""
     texts = _texts(cache)
     cut = copy.deepcopy(cache)
     compress(cut, budget, window)
@@ -95,7 +95,7 @@ def _listed(counts: list[int]) -> str:
 
 
 def _read_again(cache: ModelCache, texts: list[list[int]], fitting: Fitting) -> None:
-    """Show the text to every layer for a second time; the cache holds afterwards what it held."""
+    """Run the text through every layer a second time. The cache's content is the same afterwards."""
     attachment = cache.model_id
     assert isinstance(attachment, AttachedModel), "a cache of no model"
     outer = attachment.decoder.outer
@@ -117,34 +117,35 @@ def _read_again(cache: ModelCache, texts: list[list[int]], fitting: Fitting) -> 
 
 
 class KVCache(ModelCache):
-    """A cache of un-rotated keys, of fixed size, for a model that went through `windlass.attach`.
+    """KV cache of fixed size, with keys stored before RoPE, for a model prepared by `windlass.attach`.
 
     Pass it as `past_key_values` to the model or to `generate`, or to `windlass.stream` and its kin.
-    It owns the positions: every row of the batch has its own text, and tokens continue it.
+    The cache sets the positions: every row of the batch has its own text, and new tokens continue it.
 
-    `budget`: most tokens a layer keeps at rest, per row; None keeps them all and grows on demand.
-    `sinks`: first positions of the text that are never evicted; "system": those of each row's system text, which
-    `set_sinks` is told before the row reads its first token, see `windlass.system_tokens`.
-    `window`: newest tokens that are never evicted; None takes a quarter of what the sinks leave, at most 64.
-    `policy`: which tokens are kept, as a policy or its name: `"key_diff"`, `"SnapKV(pool=7)"`, `"file.py:Class"`;
-    "auto" (or None) is the best of those that read a text once, see docs/results/findings.md;
-    without a budget it is `Recent`, also for a later `compress`.
-    `chunk`: most tokens that the engine feeds per step of a prompt; room for these is allocated.
-    `positions`: where kept tokens are read, see `windlass.positions`; may be reassigned at any time. "auto" reads as
-    the model does while a text is inside of the trained length, and so that it stays inside of it afterwards.
+    `budget`: most tokens that a layer caches between steps, per row. None caches all of them and grows on demand.
+    `sinks`: number of first tokens of the text that are never evicted. "system" means each row's system text: call
+    `set_sinks` before the row reads its first token, see `windlass.system_tokens`.
+    `window`: newest tokens that are never evicted. None takes a quarter of the budget left by the sinks, at most 64.
+    `policy`: decides which tokens are evicted. A policy or its name: `"key_diff"`, `"SnapKV(pool=7)"`,
+    `"file.py:Class"`. "auto" (or None) is the best policy that reads a text once, see docs/results/findings.md.
+    Without a budget it is `Recent`, also for a later `compress`.
+    `chunk`: most tokens that the engine feeds per step of a prompt. The cache allocates slots for them.
+    `positions`: the positions at which cached tokens are read, see `windlass.positions`. It can be reassigned at any
+    time. "auto" reads at the model's own positions while a text is within the trained length, and beyond it at
+    positions that stay within.
     `batch`: rows.
-    `rollback`: tokens, fed in steps of their own, that can be rolled back beside the last step.
-    `store`: "plain" holds keys and values as they are, "int8" in 0.52 of the bytes of bfloat16, "int4" in 0.27;
-    "int4(sinks=4, newest=32)" keeps these tokens in full precision, too. The first low-bit cache of a model runs
-    the model for 16 steps.
-    `merge`: what happens to an evicted token's content: None drops it, "mean_count" averages it into the kept token
-    whose key is most like its own; see `windlass.cache.merging`.
-    `recall`: what is evicted stays in a recall store, and each step reads up to so many tokens of it again, beside the
-    slots: in each layer and kv head the pages of 8 tokens that matter most to the step's queries; 0 forgets it. The
-    store grows with the text, in the host's memory or, unnamed, in a file of `recall_folder`.
-    `recall_store`: how it holds keys and values: "plain", "int8" or "int4".
-    `shares`: what part of the budget each layer and each kv head gets, as a file of `windlass calibrate --shares`, or
-    `windlass.Shares`; all heads of the model together keep as many tokens as without. None: all get as much.
+    `rollback`: tokens, fed in steps of their own, that can be rolled back in addition to the last step.
+    `store`: "plain" stores keys and values in the model's dtype, "int8" in 0.52 of the bytes of bfloat16, "int4" in
+    0.27. "int4(sinks=4, newest=32)" keeps these tokens in full precision, too. The first low-bit cache of a model
+    runs the model for 16 steps.
+    `merge`: None drops an evicted token's content, "mean_count" averages it into the cached token with the most similar
+    key, see `windlass.cache.merging`.
+    `recall`: evicted tokens stay in a recall store, and each step reads up to this many of them in addition to the
+    slots: in each layer and kv head the pages of 8 tokens that the step's queries score highest. 0 drops evicted
+    tokens. The store grows with the text, in host memory or in an unnamed file of `recall_folder`.
+    `recall_store`: format of the recall store: "plain", "int8" or "int4".
+    `shares`: the part of the budget that each layer and kv head gets, as a file of `windlass calibrate --shares` or
+    `windlass.Shares`. The total over all heads is unchanged. None gives all heads the same.
 
     Raises: UsageError for limits that cannot be honoured, or a model that is not attached.
     """
@@ -231,14 +232,13 @@ class KVCache(ModelCache):
         )
 
     def save(self, path: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """Write this cache to a file; an older file there is replaced once the new one is whole, or not at all.
+        """Write this cache to a file. An existing file is replaced only once the new one is complete.
 
-        The ids of the tokens are written where those of all rows are known. Of a model on several ranks all of them
-        call this, and rank 0 writes one file with the heads of all of them. With a `tokenizer` the file notes the hash
-        of its chat template.
+        Token ids are written if those of all rows are known. On a tensor-parallel model every rank must call this, and
+        rank 0 writes one file with the heads of all ranks. With a `tokenizer` the file records the hash of its chat
+        template.
 
-        Raises: PromptCacheError when the file cannot be written; UsageError when the cache reads at positions that
-        have no name.
+        Raises: PromptCacheError if the file cannot be written, UsageError if the cache's positions mode has no name.
         """
         prompt_cache.save(self, path, self._attachment.model, tokenizer)
 
@@ -252,16 +252,15 @@ class KVCache(ModelCache):
         recall_folder: str | Path | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> KVCache:
-        """The cache that `save` wrote: going on with it is as if the text had never been interrupted.
+        """Load a cache that `save` wrote. Continuing it gives the same results as without the interruption.
 
-        `policy`, as a policy or its name, is needed only where the file's is not one of windlass' own. A file need not
-        come from a friend: all of it is checked before anything of it is used, and it changes nothing but the cache
-        that is returned. `recall_folder` is that of `KVCache`: evicted tokens of the file go there. The model runs for
-        one token, so that shapes are compared with its own. With a `tokenizer`, a warning tells where the file was made
-        with another chat template: the text in the cache stays as it was written.
+        `policy`, as a policy or its name, is needed only if the file's policy is not one of Windlass. The whole file
+        is validated before any of it is used, so an untrusted file is safe to load. `recall_folder` is that of
+        `KVCache`: the file's evicted tokens go there. The model runs for one token to compare shapes. With a
+        `tokenizer`, a file made with another chat template causes a warning. The cached text is not changed.
 
-        Raises: PromptCacheError, naming the file, when it is missing, damaged, of another format, made by
-        another model, or made with another policy; UsageError when the model is not attached.
+        Raises: PromptCacheError, naming the file, if it is missing, damaged, of another format, or made with another
+        model or policy. UsageError if the model is not attached.
         """
         return prompt_cache.load(path, model, cls.from_options, policy, recall_folder, tokenizer)
 
@@ -275,10 +274,10 @@ class KVCache(ModelCache):
     def from_rotated(
         cls, model: PreTrainedModel, past_key_values: Cache, options: CacheOptions | None = None
     ) -> KVCache:
-        """A cache with the tokens of a transformers `DynamicCache`, their keys un-rotated.
+        """Make a cache from the tokens of a transformers `DynamicCache`, whose keys are un-rotated.
 
-        The text is taken to start at position 0 in every row, without padding; there are as many rows as in the
-        `DynamicCache`, whatever `options` say. What exceeds the budget is evicted at the next step.
+        The text must start at position 0 in every row, without padding. The number of rows is that of the
+        `DynamicCache`, and `options.batch` is ignored. Tokens beyond the budget are evicted at the next step.
 
         Raises: UsageError for a cache of another kind, or one filled under positions that changed
         with the length of the text (dynamic NTK past its window).
@@ -290,15 +289,17 @@ class KVCache(ModelCache):
         return cache
 
     def compress(self, budget: int, window: int | None = None, fit: bool = False) -> None:
-        """Keep `budget` tokens a layer from now on; the others go at once, their memory too, and can't be rolled back.
+        """Lower the budget to `budget` tokens per layer.
 
-        `window`: None takes what the cache was made with. A sliding window that no longer fits keeps its newest, if
-        the policy keeps state.
-        `fit`: the tokens that stay get values under which attention to them gives what attention to all gave, for the
-        queries of the text itself, which the model reads a second time. That takes about as long as the first time, and
-        meanwhile memory for a second copy of the cache and budget**2 numbers per kv head.
+        Tokens beyond it are evicted at once, their memory is freed, and they cannot be rolled back.
 
-        Raises: UsageError for what cannot be honoured, or a higher budget; nothing is changed.
+        `window`: None keeps the window that the cache was made with. A sliding window that no longer fits keeps its
+        newest tokens if the policy has state.
+        `fit`: fits the values of the cached tokens, so that attention to them comes as close as possible to attention
+        to all tokens, for the text's own queries. The model reads the text a second time. This takes about as long as
+        the first time, and memory for a second copy of the cache and budget**2 numbers per kv head.
+
+        Raises: UsageError for options that cannot be honoured or a higher budget. The cache is unchanged then.
         """
         check_kind("fit", fit, bool, "True or False")
         if fit:
@@ -308,12 +309,11 @@ class KVCache(ModelCache):
             compress(self, budget, window)
 
     def to_rotated(self) -> DynamicCache:
-        """A transformers `DynamicCache` with this cache's tokens, keys rotated; this one stays as it is.
+        """Return a transformers `DynamicCache` with this cache's tokens and rotated keys. This cache is unchanged.
 
-        Under `positions="compact"` the tokens get their ranks as positions, so a cache that has
-        evicted can travel too.
+        Under `positions="compact"` tokens get their ranks as positions, so a cache with evictions can be converted too.
 
-        Raises: UsageError when rows or heads do not hold positions 0, 1, 2, ... up to one length.
+        Raises: UsageError if rows or heads do not hold positions 0, 1, 2, ... up to one length.
         """
         return model_cache.to_rotated(self, self.config, self.kinds)
 

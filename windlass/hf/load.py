@@ -53,7 +53,7 @@ HUB: Final = "huggingface.co"
 
 @contextmanager
 def explained(source: str, problem: str, config: PreTrainedConfig | None = None) -> Iterator[None]:
-    """Re-raise whatever loading a part of a model raises as a UsageError; `source` is its folder or name.
+    """Turn any error of loading a part of a model into a UsageError that names `source`, its folder or name.
 
     With `config`, the part is the weights.
     """
@@ -88,14 +88,14 @@ def explained(source: str, problem: str, config: PreTrainedConfig | None = None)
 
 
 def gist(error: BaseException) -> str:
-    """The first line of a message that may be a page long; with the kind of error where it says too little."""
+    """Return the first line of an error's message, after the error's class if the line alone says too little."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     line = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return line if " " in line and not isinstance(error, KeyError) else f"{type(error).__name__} {line}".strip()
 
 
 def hub_problem(error: Exception) -> str:
-    """Why the hub did not give what it was asked for."""
+    """Return the reason for which a request to the hub failed."""
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, so it is not asked"
     if isinstance(error, GatedRepoError):
@@ -143,7 +143,7 @@ def _check_shapes(source: str, config: PreTrainedConfig) -> None:
 
 
 def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    """Those of the tensors of a safetensors file, as its header has them."""
+    """Read the shapes of a safetensors file's tensors from its header."""
     with path.open("rb") as file:
         header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
     return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
@@ -161,21 +161,20 @@ def load(
     weights: str = AUTO_WEIGHTS,
     tensor_parallel: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model of a folder, of a GGUF file, or of a name on the Hugging Face hub, and its tokenizer.
+    """Load a model and its tokenizer from a folder, a GGUF file or the Hugging Face hub, and attach the model.
 
-    A `Path` is always a folder or a file, and these are read without the network. A folder or a name that has GGUF
-    files alone means the only one, or with `name:Q4_K_M` the one of these types. Its weights stay codes: see
-    `gguf.model_of`. The model is attached, in eval mode, on `device`: see `device_of`; a GPU becomes the process's
-    current one. `dtype` is `auto` (that of the file; bfloat16 for codes), `float32`, `bfloat16` or `float16`.
-    `weights` is `auto` (as they are), or `int8` or `int4`
-    for those of linear layers on a CPU, made by torchao: see `quantize`. The tokenizer does not warn of texts longer
-    than the trained window.
+    A `Path` is always a folder or a file, and those are read without the network. A folder or hub name with GGUF files
+    alone stands for its only GGUF file, and `name:Q4_K_M` selects one of several. Its weights stay quantised, see
+    `gguf.model_of`. The model is in eval mode on `device`, see `device_of`. A GPU becomes the process's current one.
+    `dtype` is `auto` (the file's, and bfloat16 for quantised weights), `float32`, `bfloat16` or `float16`.
+    `weights` is `auto` (unchanged), `int8` or `int4`, made by torchao for linear layers on a CPU, see `quantize`.
+    The tokenizer does not warn of texts longer than the trained window.
 
-    `tensor_parallel`: all processes that `torchrun` started load the model together, by transformers' tensor-parallel
-    plan, each its part of it, on the accelerator of its own that PyTorch finds, else on the CPU, whatever `device` is.
-    See docs/parallel.md.
+    `tensor_parallel`: the processes that `torchrun` started each load a part of the model, by transformers'
+    tensor-parallel plan. Each uses the accelerator that PyTorch finds for it, or the CPU, and `device` is ignored. See
+    docs/parallel.md.
 
-    Raises: UsageError when a part is missing, damaged or unknown; UnsupportedModel from `attach`.
+    Raises: UsageError if a part is missing, damaged or unknown. UnsupportedModel from `attach`.
     """
     check_kind("name", name, (str, os.PathLike), "a folder or a name on the hub")
     check_kind("dtype", dtype, str, f"one of: {', '.join(DTYPES)}")
@@ -211,10 +210,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' warnings and bars: what they tell of a damaged model, our errors tell.
+    """Hide transformers' warnings and progress bars while a model loads. Our errors describe a damaged model.
 
-    The hub's bars stay: a download takes minutes. They show at a terminal only, and huggingface_hub's own switches
-    turn them off.
+    The hub's bars stay, because a download takes minutes. They appear in a terminal only, and huggingface_hub's own
+    switches turn them off.
     """
     verbosity, has_bars, is_hub_quiet = (
         logging.get_verbosity(),
@@ -260,9 +259,9 @@ def _unreachable(name: str, problem: str) -> UsageError:
 
 
 def _found(name: str | os.PathLike[str]) -> tuple[Path | None, str | None]:
-    """The folder or the GGUF file of a model, which is fetched; and why the hub cannot be asked.
+    """Return the model's folder or GGUF file, downloaded if need be, and the reason if the hub cannot be reached.
 
-    None and None for a name on the hub whose files transformers fetches.
+    Both are None for a name on the hub whose files transformers downloads.
     """
     folder = folder_of(name)
     if folder is not None:
@@ -325,7 +324,7 @@ def _loaded_gguf_tokenizer(path: Path) -> tuple[PreTrainedTokenizerBase, PreTrai
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The number type of that name; None for `auto`. Raises: UsageError for an unknown one."""
+    """Return the dtype of that name, or None for `auto`. Raises: UsageError for an unknown name."""
     check_dtype(name)
     return None if name == "auto" else getattr(torch, name)
 
@@ -364,7 +363,7 @@ def device_of(name: str) -> torch.device:
 
 
 def _ask_hub(name: str) -> tuple[list[str], str | None]:
-    """The model's files on the hub, or why it cannot give them; asked once: transformers itself tries for a minute."""
+    """List the model's files on the hub, or return the problem. Asks once: transformers retries for a minute."""
     try:
         return [each.rfilename for each in model_info(name, timeout=HUB_SECONDS).siblings or []], None
     except Exception as error:

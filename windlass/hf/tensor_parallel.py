@@ -1,7 +1,7 @@
-"""The part of a rank in a model that transformers' tensor-parallel plan has spread over several processes.
+"""A rank's part of a model that transformers' tensor-parallel plan spreads over several processes.
 
-Attention there sees the plain tensors of this rank's heads, while the config still tells those of the whole model. So
-what a rank has is looked at in a pass, and not computed.
+Attention sees plain tensors of this rank's heads, while the config still counts the heads of the whole model. So a
+rank's heads are observed in a forward pass and not computed from the config.
 """
 
 import hashlib
@@ -65,10 +65,10 @@ def plan_of_processes(weights: str = AUTO_WEIGHTS) -> dict[str, Any]:
 
 
 def ranks_of(model: PreTrainedModel) -> Ranks | None:
-    """The processes that hold `model` together; None where this one has all of it. A collective call where it is not.
+    """Return the processes that share `model`, or None if this process has all of it. Collective for a shared model.
 
-    Raises: UnsupportedModel for a number of processes that cannot share its heads, naming those that can, and for a
-    model that is spread otherwise than by tensor parallelism alone.
+    Raises: UnsupportedModel for a number of processes that cannot share its heads, naming numbers that can, and for a
+    model that is spread by more than tensor parallelism.
     """
     size = getattr(model, "tp_size", None)
     if size is None or size == 1:
@@ -125,11 +125,11 @@ def _seen(keys: Mapping[int, Tensor], queries: Mapping[int, Tensor], layer: int)
 
 
 def gather_heads(cache: TextCache, layers: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
-    """The tensors of each layer, by their names, with the heads of all ranks; on other ranks than 0 anything.
+    """Gather each layer's tensors, by name, with the heads of all ranks. The result is meaningful on rank 0 only.
 
-    A collective call; no more than one tensor of a layer travels at once.
+    A collective call. One tensor of one layer is sent at a time.
 
-    Raises: UsageError for statistics of a policy from elsewhere, of which nobody knows which numbers are of which head.
+    Raises: UsageError for statistics of a third-party policy, whose division among heads is unknown.
     """
     heads = cache.heads
     if heads is None or not heads.is_split:
@@ -180,7 +180,7 @@ def own_heads(heads: RankHeads | None, tensors: Mapping[str, Tensor]) -> dict[st
 
 
 def written_by_first(heads: RankHeads | None, write: Callable[[], None]) -> None:
-    """Let rank 0 write; all ranks return once it has. Raises: on all of them what it raised, as PromptCacheError."""
+    """Let rank 0 write, and wait on all ranks until it has. Raises: rank 0's PromptCacheError, on all ranks."""
     if heads is None:
         write()
         return
@@ -200,9 +200,9 @@ def _is_alike(positions: Tensor, policy: Policy) -> bool:
 
 
 def _head_axis(name: str, is_alike: bool) -> int | None:
-    """The axis of a layer's tensor that counts heads; None where the tensor is the same on all ranks.
+    """Return the heads axis of a layer's tensor, or None if the tensor is the same on all ranks.
 
-    `is_alike`: whether its heads share positions, and so what is kept of each slot.
+    `is_alike`: True if the layer's heads share positions, and so the policy's state of each slot.
     """
     if name.endswith(KEY_MEANS):
         return 0
@@ -214,7 +214,7 @@ def _head_axis(name: str, is_alike: bool) -> int | None:
 
 
 def _joined(pieces: Sequence[Tensor], axis: int | None, free: int) -> Tensor:
-    """The pieces of all ranks as one tensor; where one has fewer slots, the missing ones are `free`."""
+    """Concatenate the pieces of all ranks along an axis. Missing slots of shorter pieces are `free`."""
     if axis is None:
         return pieces[0]
     if axis != 0 and pieces[0].ndim > SLOTS_AXIS:

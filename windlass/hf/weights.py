@@ -163,7 +163,7 @@ class CodedWeights(Tensor):
         return kernels.decoded(self.groups, 0, self.groups.out_features, self.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Those of an embedding."""
+        """Decode the rows of an embedding with these ids."""
         floats = self.groups.floats(torch.promote_types(self.dtype, torch.float32), ids.flatten())
         return floats.to(self.dtype).view(*ids.shape, -1)
 
@@ -188,14 +188,14 @@ def _multiplied(input: Tensor, weight: CodedWeights, bias: Tensor | None = None)
 
 
 def quantize(model: PreTrainedModel, weights: str) -> None:
-    """Replace the weights of the model's linear layers by codes of `weights` (int8 or int4; auto: leave them).
+    """Quantise the model's linear layers in place to `weights`: int8, int4, or auto to leave them as they are.
 
     int8: one scale for each output. int4: one scale and one zero point for each output and group of `GROUPS` inputs.
-    What else the model has stays as it is: embeddings, norms, experts that are one tensor, and, with a warning that
-    names the first, linear layers of sizes that cannot be cut into groups. A head that shares its weights with the
-    embedding gets codes of its own.
+    Embeddings, norms and experts merged into one tensor keep their weights. So do linear layers whose sizes do not
+    divide into groups, with a warning that names the first. A head that shares its weights with the embedding gets
+    codes of its own.
 
-    Raises: UsageError for a model that is quantised already, or of which no layer could be.
+    Raises: UsageError for a model that is quantised already or has no layer that can be.
     """
     if weights == AUTO_WEIGHTS:
         return
@@ -224,22 +224,25 @@ def quantize(model: PreTrainedModel, weights: str) -> None:
 
 
 def name_of(model: nn.Module) -> str | None:
-    """What codes the linear layers of a model have: `int8` or `int4`, also where others made them, or those of a file,
-    as `Q4_K_M`; None for none.
+    """Name the quantisation of a model's linear layers, or return None if they are plain.
+
+    `int8` or `int4` for weights of torchao, whoever made them, and a GGUF file's own label such as `Q4_K_M`.
     """
     kinds = (kind_of(each.weight) for each in model.modules() if type(each) is nn.Linear)
     return next((kind for kind in kinds if kind is not None), None)
 
 
 def labelled(name: str, model: nn.Module) -> str:
-    """A model as results call it: with what its weights are, where they are codes and the name does not tell."""
+    """Return the model's name for results: quantisation is appended unless the name ends with it."""
     name, kind = name.removesuffix(".gguf"), name_of(model)
     return name if kind is None or name.lower().endswith(kind.lower()) else f"{name} {kind}"
 
 
 def kind_of(weights: Any) -> str | None:
-    """`int8` or `int4` for such weights of torchao, whose inputs stay floats, known by name, without torchao; the label
-    of those of a file.
+    """Name the quantisation of a weight, or return None if it is not a known one.
+
+    `int8` or `int4` for weight-only tensors of torchao, recognised by class name without importing torchao. The file's
+    label for weights of a GGUF file.
     """
     if isinstance(weights, CodedWeights):
         return weights.label
@@ -254,7 +257,7 @@ def kind_of(weights: Any) -> str | None:
 
 
 def parameter_count(model: PreTrainedModel) -> int:
-    """How many numbers a model has; once those of a head whose codes were made of the embedding's weights."""
+    """Count a model's parameters. A quantised copy of a tied embedding as head is not counted again."""
     count = sum(each.numel() for each in model.parameters())
     head = model.get_output_embeddings()
     is_copy = head is not None and kind_of(head.weight) is not None
@@ -269,7 +272,7 @@ def stored_bytes(tensor: Tensor) -> int:
 
 
 def parts_of(tensor: Tensor) -> dict[str, Tensor]:
-    """The plain tensors of which one is made, by their names; itself, by no name, where it is plain."""
+    """Return the plain tensors inside a tensor subclass, by name. A plain tensor returns itself under an empty name."""
     wrapper: object = tensor
     if not is_traceable_wrapper_subclass(wrapper):
         return {"": tensor}
@@ -280,7 +283,7 @@ def parts_of(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _group(linear: nn.Linear) -> int:
-    """How many inputs share a scale in 4 bits; 0 where the layer cannot have them."""
+    """Return the number of inputs that share a scale in 4 bits, or 0 if the layer's sizes do not allow any."""
     if linear.out_features % OUTPUTS:
         return 0
     return next((group for group in GROUPS if linear.in_features and linear.in_features % group == 0), 0)
@@ -316,7 +319,7 @@ class Codes:
 
     @classmethod
     def of(cls, weights: Any, kind: str) -> "Codes":
-        """Of a tensor of torchao's that is of this kind."""
+        """Read a torchao tensor of this kind."""
         made_of = tensors_of(weights, kind)
         if weights.act_pre_scale is not None:
             return cls(made_of)
@@ -330,7 +333,7 @@ class Codes:
         return cls(made_of, groups if can_read_codes(groups) else None)
 
     def layer(self, bias: Tensor | None) -> LinearLayer | None:
-        """With these weights; None where they are not our kernel's."""
+        """Return the layer with these weights, or None if our kernel cannot read them."""
         return None if self.weights is None else LinearLayer(self.weights, bias, self.scales)
 
 
@@ -354,7 +357,7 @@ class FewRows:
         self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, inputs: LinearInputs) -> LinearOutputs:
-        """What the module returns."""
+        """Run our kernel, or the module's own forward where it does not apply."""
         call = None if torch.compiler.is_compiling() else self._call(inputs)
         if call is None:
             own: Tensor = self.replaced.original(inputs)
@@ -362,7 +365,7 @@ class FewRows:
         return kernels.linear(call)
 
     def layer(self) -> LinearLayer | None:
-        """The module's weights as our kernel takes them; None where they are not of a kind that it knows."""
+        """Return the module's weights in the kernel's form, or None for a kind it does not know."""
         weights: Any = self._module.weight  # a tensor, perhaps of a type of torchao's
         if type(weights) is nn.Parameter:
             return LinearLayer(weights, self._module.bias)
@@ -378,7 +381,7 @@ class FewRows:
         return known.layer(self._module.bias)
 
     def _call(self, inputs: Tensor) -> LinearInput | None:
-        """What our kernel is asked for; None where it is not."""
+        """Return the kernel's input, or None if the module's own forward must run."""
         if type(self._module).forward is not self._code:
             return None
         if not self._whole.is_served or type(inputs) is not Tensor or torch.is_autocast_enabled("cpu"):
@@ -408,7 +411,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def linears_of(model: nn.Module, whole: WholePass) -> list[AttributePatch]:
-    """Those of the model that are plain linear layers on a device with a kernel for them, each now installed."""
+    """Install our kernel in the model's plain linear layers whose device has one, and return the patches."""
     plain = (each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each))
     return [FewRows(each, whole).replaced for each in plain if kernels.has_linear(each.weight.device.type)]
 
@@ -441,10 +444,11 @@ PEFT_ROOT: Final = "base_model.model."  # begins the names of a model that PEFT 
 
 
 def computing(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The tensors that compute, by the names that they have without adapters; several active adapters share names.
+    """Return the tensors that take part in computing, by their names without adapters.
 
-    An adapter that is idle, or switched off, is left out. One that is merged is in the weights of its layer already,
-    which round otherwise than the sum of both, so that it is another model. Names hold the scales of adapters.
+    Idle and disabled adapters are left out. A merged adapter is part of its layer's weights already, and their rounding
+    differs from the sum of both, so it counts as another model. Names hold the scales of adapters. Several active
+    adapters share names.
     """
     tuned = {name: module for name, module in model.named_modules() if _is_tuned(module)}
     if not tuned:
@@ -457,7 +461,7 @@ def computing(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model of transformers that PEFT wraps; itself, where it is one."""
+    """Return the transformers model that PEFT wraps, or the model itself if it is one."""
     if isinstance(model, PreTrainedModel):
         return model
     inner = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
@@ -481,7 +485,7 @@ def _active(module: Any) -> list[str]:
 
 
 def _held(module: nn.Module) -> dict[str, Any]:
-    """What a layer holds of each adapter, by attribute: its tensors and its numbers."""
+    """Return a layer's attributes that hold tensors and numbers of adapters, by name."""
     names = (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()), "lora_variant")
     return {name: getattr(module, name) for name in names if getattr(module, name, None) is not None}
 
@@ -583,7 +587,7 @@ def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, in order; no copy where it is contiguous."""
+    """Return the bytes of a CPU tensor in row-major order, without a copy if it is contiguous."""
     return tensor.flatten().view(torch.uint8).numpy().data
 
 

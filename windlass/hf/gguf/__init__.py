@@ -73,7 +73,7 @@ def tokenizer_of(header: Header) -> PreTrainedTokenizerBase:
 
 
 def dtype_of(header: Header) -> torch.dtype:
-    """The number type of a file's matrices; bfloat16 for codes, which are exact in none of 16 bits."""
+    """Return the dtype of a file's matrices: bfloat16 for quantised ones, which no 16-bit type holds exactly."""
     kinds = {tensor.kind for tensor in header.tensors.values() if len(tensor.shape) > 1}
     found = {FLOATS.get(kind, torch.bfloat16) for kind in kinds} - {torch.float32}
     return found.pop() if len(found) == 1 else torch.bfloat16 if found else torch.float32
@@ -114,7 +114,7 @@ def model_of(header: Header, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
 
 
 def _place(header: Header) -> dict[str, Any]:
-    """The file as transformers is told of it; without network and code of others."""
+    """Return the arguments with which transformers reads the file, without network access or remote code."""
     return {
         "pretrained_model_name_or_path": str(header.path.parent),
         "gguf_file": header.path.name,
@@ -243,7 +243,7 @@ class _Weights:
         self._tell()
 
     def _target(self, name: str) -> str | None:
-        """The name in transformers; experts that are one tensor there have no ending."""
+        """The tensor's name in transformers, where experts merged into one tensor have no `.weight` ending."""
         return self.names.get(name) or self.names.get(name.removesuffix(".weight"))
 
     def _check_missing(self, wanted: dict[str, Tensor], given: set[str]) -> None:
@@ -268,9 +268,9 @@ class _Weights:
         return leaf == "weight" and (type(module) is nn.Linear or isinstance(module, nn.Embedding))
 
     def _order(self, stored: StoredTensor) -> Tensor | None:
-        """Which row of the file each row of a matrix is; None where more than its rows' order is another.
+        """Return the file's row for each row of the matrix, or None if transformers changes more than their order.
 
-        It is seen in the numbers of the rows, once transformers has done with them as with the matrix.
+        A column of row numbers goes through the same conversion in transformers as the matrix itself.
         """
         if len(stored.shape) != 2:
             return None
@@ -291,7 +291,7 @@ class _Weights:
         )
 
     def _process(self, stored: StoredTensor, target: str, held: dict[str, Any]) -> None:
-        """Decode a tensor, and let transformers make of it what its module wants."""
+        """Decode a tensor and let transformers convert it to its module's layout."""
         self._note(stored)
         numbers = decoded_of(self.header.path, stored, torch.float32).numpy()
         done = self.processor.process(

@@ -45,13 +45,13 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Of its blocks."""
+        """Bytes of the tensor's blocks."""
         return self.rows * self.row_bytes
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds, in the order in which it lies there."""
+    """Metadata and tensors of a file, in the file's order."""
 
     path: Path
     metadata: dict[str, Any]
@@ -59,7 +59,7 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """Of the model, as llama.cpp calls it."""
+        """The model's architecture, by the name it has in llama.cpp."""
         found: str = self.metadata["general.architecture"]
         return found
 
@@ -209,7 +209,7 @@ def _nibbles(blocks: Tensor, width: int) -> Tensor:
 
 
 def _bits(blocks: Tensor, count: int, shifts: int) -> Tensor:
-    """Of each byte the `count` lowest bits, then those above them, `shifts` times, a row of all bytes for each."""
+    """Unpack `shifts` fields of `count` bits from each byte, lowest bits first: one row of all bytes for each field."""
     return torch.cat([(blocks >> (count * shift)) & (2**count - 1) for shift in range(shifts)], -1)
 
 
@@ -312,7 +312,7 @@ def pieces(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
 
 
 def codes_of(path: Path, tensor: StoredTensor, order: Tensor | None = None) -> GroupCodes:
-    """A matrix of one of the LAYOUTS; with an `order`, row i is row `order[i]` of the file."""
+    """Read a matrix in one of the LAYOUTS. With an `order`, row i is row `order[i]` of the file."""
     layout, (outputs, inputs) = LAYOUTS[tensor.kind], tensor.shape
     rows = -(-outputs // BLOCK) * BLOCK
     is_narrow = layout.bits == 4
