@@ -15,7 +15,7 @@ from windlass import KVCache, UsageError
 from windlass.cache.options import CacheOptions
 from windlass.core.step import HEADROOM
 from windlass.policies import H2O, ExpectedAttention, KeyDiff, KeyNorm, Policy, Recent, SnapKV
-from windlass.policies.wrapper import keeps_newest
+from windlass.policies.wrappers import keeps_newest
 from windlass.testing import SLIDING_WINDOW
 
 LENGTHS = (50, 23, 31)

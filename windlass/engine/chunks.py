@@ -33,7 +33,7 @@ from windlass.engine.request import PromptParts, Request
 from windlass.engine.row_bytes import RowBytes
 from windlass.hf.kv_cache import KVCache
 from windlass.policies.base import OneShot
-from windlass.policies.wrapper import find
+from windlass.policies.wrappers import find
 
 
 @final
