@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from windlass.policies import FROM_FILES, NAMES, WRAPPERS, KeyDiff, OneShot, Policy, base, find
-from windlass.policies.wrapper import scoring_chunk
+from windlass.policies.wrappers import scoring_chunk
 
 DOCS = Path(__file__).parent
 STREAMS = "Reads a text within the budget."

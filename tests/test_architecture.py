@@ -27,7 +27,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 KNOWS_TRANSFORMERS = {"hf", "engine", "evals", "serve", "view", "cli", "testing"}
 # Folders where one file is one plug-in: short files, and as many as there are plug-ins.
 PLUGINS = {Path("policies"), Path("evals/tasks")}
-MOST_BOXES, MOST_FILES, MOST_FILES_IN_A_FOLDER = 20, 181, 22
+MOST_BOXES, MOST_FILES, MOST_FILES_IN_A_FOLDER = 20, 180, 22
 LEAST_LINES, MOST_LINES = 60, 700
 MOST_SPLATTED = 0
 USES_RAY = {Path("evals/ray.py"), Path("evals/ray_cluster.py"), Path("serve/replicas.py")}

@@ -161,7 +161,7 @@ def test_policies_work_on_models_of_every_kind(name: str) -> None:
 
 
 def test_a_policy_that_keeps_too_much_is_found_on_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slot_layer, "evict", lambda _table, _rules, record, *_: record)
+    monkeypatch.setattr(slot_layer, "_evict", lambda _table, _rules, record, *_: record)
     with pytest.raises(PolicyError, match="keeps 45 tokens in layer 0 of a deepseek_v3 model, with a budget of 20"):
         check_on_models(Recent(), ("deepseek_v3",))
 

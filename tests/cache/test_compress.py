@@ -16,7 +16,7 @@ from windlass.cache.options import CacheOptions
 from windlass.cache.shares import Shares
 from windlass.core.step import HEADROOM
 from windlass.policies import H2O, ExpectedAttention, KeyDiff, KeyNorm, Policy, Recent, SnapKV
-from windlass.policies.wrapper import keeps_newest
+from windlass.policies.wrappers import keeps_newest
 from windlass.testing import SLIDING_WINDOW
 
 LENGTHS = (50, 23, 31)
@@ -211,7 +211,7 @@ def test_a_policy_that_saw_no_queries_says_so(plain_model: Models, attached_mode
 
 
 def test_heads_whose_share_grows_beyond_a_sliding_window_hold_that_window(attached_model: Models, text: Text) -> None:
-    """Of 10 slots 9 are protected, so that all heads have 10. With one protected slot they have 6, 10 and 14."""
+    """All heads have 10 slots while 9 of 10 are protected. With one protected slot they have 6, 10 and 14."""
     model = attached_model("mistral")
     shares = Shares([[0.5, 1.0, 1.5]] * model.config.num_hidden_layers)
     cache = KVCache(model, 10, "tova", 0, 9, chunk=1, shares=shares)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tests.helpers.models import Models
 from windlass import KVCache, UsageError
 from windlass.policies import NAMES, Policy
-from windlass.policies.wrapper import keeps_newest
+from windlass.policies.wrappers import keeps_newest
 from windlass.testing import SLIDING_WINDOW, VOCABULARY
 
 BATCH, SINKS, WINDOW = 2, 2, 3

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from tests.helpers.models import Models, Text
 from windlass import KVCache, UsageError
+from windlass.cache.decode import LayerCall
 from windlass.cache.layer import SlotLayer
 from windlass.cache.merging import merge_of
 from windlass.core.step import AttentionCall, Limits, Step
@@ -66,7 +67,8 @@ def told(merge: str, rotary: Rotary | None, mode: PositionMode, store: Store, ch
         ends = torch.tensor([end, end])
         step = Step(places, (end - start,) * 2, ends, torch.tensor([0, 0]), end, is_prompt=True)
         before = [set(layer.positions[r, h].tolist()) for r, h in product(range(2), range(HEADS))] if start else []
-        out = layer.step(query, keys[:, :, start:end], values[:, :, start:end], step, mode, AttentionCall(SCALE))
+        new = keys[:, :, start:end], values[:, :, start:end]
+        out = layer.step(LayerCall(query, *new, step, mode, AttentionCall(SCALE)))
         for i, (row, head) in enumerate(product(range(2), range(HEADS))):
             held = {at for at in layer.positions[row, head].tolist() if at >= 0}
             gone = ({at for at in before[i] if at >= 0} if before else set()) | set(range(start, end))
@@ -80,7 +82,7 @@ def told(merge: str, rotary: Rotary | None, mode: PositionMode, store: Store, ch
     own = torch.randn(2, HEADS, 1, KEY_DIM, generator=g), torch.randn(2, HEADS, 1, VALUE_DIM, generator=g)
     last = torch.full((2, 1), TOKENS)
     step = Step(last, (1, 1), torch.tensor([TOKENS + 1] * 2), torch.tensor([0, 0]), TOKENS + 1)
-    out = layer.step(query, *own, step, mode, AttentionCall(SCALE))
+    out = layer.step(LayerCall(query, *own, step, mode, AttentionCall(SCALE)))
     for each in cells:
         each[TOKENS] = [TOKENS]
     keys, values = (torch.cat(both, 2).double() for both in ((keys, own[0]), (values, own[1])))

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.merges import ENDS, HEADS, SINKS, WINDOW, merged_by, random_step
+from windlass.cache.decode import LayerCall
 from windlass.cache.layer import SlotLayer
 from windlass.cache.merging import TARGETS, MeanCount, merge_of
 from windlass.core.step import AttentionCall, Limits, Step
@@ -36,7 +37,7 @@ def attended(merge: str | None, budget: int, kinds: int) -> Tensor:
         step = Step(torch.tensor([[at]]), (1,), torch.tensor([at + 1]), torch.tensor([0]), at + 1)
         query = torch.randn(1, 4, 1, 8, generator=g)
         own = which[at : at + 1]
-        out = layer.step(query, keys[:, :, own], values[:, :, own], step, Original(), call)
+        out = layer.step(LayerCall(query, keys[:, :, own], values[:, :, own], step, Original(), call))
     return out
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import windlass
-from tests.helpers.joined import ORDER, SIZES, fresh, ids_of, joined, slots_in_order, texts
+from tests.helpers.joined import ORDER, SIZES, fresh, ids_of, joined, read_again, slots_in_order, texts
 from tests.helpers.models import Models
 from windlass import CacheOptions, KVCache, Shares, chunks
 from windlass.policies import H2O, KeyDiff, Recent, SnapKV
@@ -65,7 +65,7 @@ def test_what_a_head_has_evicted_is_seen_by_itself_alone(attached_model: Models)
     whole.layers[1].edit(lambda at: at.masked_fill(at == 30, -1))
     lacking.layers[1].edit(lambda at: at.masked_fill(at == 25, -1))
     for cache in (whole, lacking):
-        chunks.read_again(model, cache, [25], ids=[other[25 - 19]])
+        read_again(model, cache, {25: other[25 - 19]})
     ours = {name: each[:, :, :25] for name, each in slots_in_order(lacking, 1).items() if each.ndim == 4}
     truth = slots_in_order(whole, 1)
     assert all(each.equal(truth[name][:, :, :25]) for name, each in ours.items())
@@ -80,7 +80,7 @@ def test_a_budget_cuts_when_the_model_reads_on(attached_model: Models, policy: w
     options = CacheOptions(budget=40, policy=policy, sinks=2, window=4)
     parts = [chunks.encode(model, each, CacheOptions(policy=policy)) for each in own]
     cache, done = joined(model, parts, "all", options)
-    assert done.reused == 23
+    assert done.tokens - len(done.recomputed) == 23
     assert positions(cache, 1) == [*range(80)]
     windlass.prefill(model, cache, [question])
     assert [len(positions(cache, layer)) for layer in range(2)] == [40, 40]
@@ -128,7 +128,7 @@ def test_text_before_and_behind(attached_model: Models, mode: str) -> None:
         assert all(now[name][:, :, 34:].equal(behind[layer][name][:, :, 11:]) for name in ("keys", "values"))
         if mode == "all":
             torch.testing.assert_close(now["values"][:, :, :34], truth["values"][:, :, :34], atol=2e-5, rtol=0)
-    assert chunks.read_again(model, cache, range(34, 47)) == 13  # and then all of it is a text read anew
+    read_again(model, cache, dict(enumerate(end, 34)))  # and then all of it is a text read anew
     if mode == "all":
         for layer in range(2):
             now, truth = slots_in_order(cache, layer), slots_in_order(whole, layer)

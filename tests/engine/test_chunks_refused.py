@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 import windlass
 from tests.helpers import models
@@ -12,7 +11,7 @@ from tests.helpers.contents import content, is_same
 from tests.helpers.joined import SIZES, joined, texts
 from tests.helpers.models import Models
 from windlass import CacheOptions, KVCache, UsageError, chunks
-from windlass.engine.chunks import First, Part, Recompute
+from windlass.engine.chunks import First, Recompute
 from windlass.engine.recompute import recompute_of
 from windlass.testing import tiny_hybrid
 
@@ -72,9 +71,7 @@ def test_caches_that_read_nothing_again(attached_model: Models, options: dict[st
         with pytest.raises(UsageError, match=said.replace("(", r"\(")):
             chunks.join(model, cache, parts, mode)
         assert is_same(content(cache), before)
-    with pytest.raises(UsageError, match="recompute"):
-        chunks.read_again(model, cache, [3])
-    assert chunks.join(model, cache, parts).reused == sum(SIZES[1:])
+    assert chunks.join(model, cache, parts).recomputed == ()
 
 
 def test_beyond_the_trained_length_auto_reads_elsewhere(attached_model: Models) -> None:
@@ -82,7 +79,7 @@ def test_beyond_the_trained_length_auto_reads_elsewhere(attached_model: Models) 
     parts = [chunks.encode(model, each) for each in own]
     with pytest.raises(UsageError, match=r'positions="auto" beyond position 512 .* goes on to 590'):
         joined(model, parts, "first(2)")
-    assert joined(model, parts, "first(2)", CacheOptions(positions="original"))[1].reused == 588
+    assert joined(model, parts, "first(2)", CacheOptions(positions="original"))[1].recomputed == (300, 301)
 
 
 def test_recurrent_layers() -> None:
@@ -112,7 +109,6 @@ def test_parts_of_another_kind(attached_model: Models) -> None:
         (lambda: chunks.encode(model, []), "empty"),
         (lambda: chunks.encode(model, [97]), "outside the model's vocabulary"),
         (lambda: chunks.encode(model, [1], prefix=[98]), "outside the model's vocabulary"),
-        (lambda: chunks.read_again(model, cache, [0]), "a position"),
     ]
     before = content(cache)
     for call, said in cases:
@@ -136,27 +132,3 @@ def test_a_join_that_fails_leaves_nothing(attached_model: Models) -> None:
             chunks.join(model, cache, [chunks.encode(model, each) for each in own], Failing(), at=at)
         assert is_same(content(cache), before)
         assert cache.tokens == [start]
-
-
-def test_ids_that_the_cache_does_not_know(attached_model: Models) -> None:
-    model, (own,) = attached_model("llama"), texts(35, (20,))
-    cache = KVCache(model)
-    windlass.prefill(model, cache, [own])
-    cache.drop(0, 4)
-    cache.shift(4, 20, -4)
-    with pytest.raises(UsageError, match="give their ids"):
-        chunks.read_again(model, cache, [3])
-    with pytest.raises(UsageError, match="2 ids for 1 positions"):
-        chunks.read_again(model, cache, [3], ids=[1, 2])
-    assert chunks.read_again(model, cache, range(16), ids=own[4:]) == 16
-    whole = KVCache(model)
-    truth = windlass.prefill(model, whole, [[*own[4:], 5]])
-    torch.testing.assert_close(windlass.prefill(model, cache, [[5]]), truth, atol=1e-5, rtol=0)
-
-
-def test_what_parts_and_results_say(attached_model: Models) -> None:
-    part = chunks.encode(attached_model("llama"), [1, 2, 3])
-    assert isinstance(part, Part)
-    assert repr(part) == f"Part(3 tokens, {part.bytes_held} bytes)"
-    # Of two layers and three heads: keys and values of eight channels, and positions.
-    assert part.bytes_held == 2 * 3 * (3 * 2 * 8 * 4) + 2 * 3 * 4

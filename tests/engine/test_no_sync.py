@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from tests.helpers.models import Models
 from tests.helpers.scorers import drawn
 from windlass import KVCache
+from windlass.cache.decode import LayerCall
 from windlass.cache.layer import SlotLayer
 from windlass.cache.merging import MERGES, TARGETS, Merge, merge_of
 from windlass.core.step import AttentionCall, Limits, Step
@@ -90,7 +91,7 @@ def run(attached_model: Models) -> Callable[..., None]:
             with watched() if number == len(STEPS) - 1 else nullcontext():
                 # A prompt may ask, once a pass: auto does.
                 mode = position_mode(positions if tokens == 1 else "original")
-                layer.step(queries, keys, values, step, mode, call)
+                layer.step(LayerCall(queries, keys, values, step, mode, call))
         assert layer.history.has_evicted
 
     return steps

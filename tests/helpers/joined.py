@@ -1,6 +1,6 @@
 """Parts of texts, and transformers' own results: with explicit places, masks, and overwritten tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import windlass
 from windlass import CacheOptions, KVCache, chunks
 from windlass.core.positions import EMPTY
 from windlass.engine.chunks import Part
+from windlass.engine.recompute import passes, read_step
 from windlass.stores.base import Parts
 from windlass.testing import SLIDING_WINDOW, VOCABULARY
 
@@ -108,3 +109,9 @@ def joined(
     """A new cache with `parts`."""
     cache = KVCache.from_options(model, options or CacheOptions())
     return cache, chunks.join(model, cache, parts, mode)
+
+
+def read_again(model: PreTrainedModel, cache: KVCache, ids: Mapping[int, int]) -> None:
+    """Let the model read the tokens of row 0 at these positions again, where they stand."""
+    for step in passes(cache, sorted(ids), ids, 0):
+        read_step(model, cache, step)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from windlass.cache.decode import LayerCall
 from windlass.cache.layer import SlotLayer
 from windlass.core.step import AttentionCall, Limits, Step
 from windlass.positions.modes import Original
@@ -18,7 +19,7 @@ def layer_step(layer: SlotLayer, q: Tensor, k: Tensor, v: Tensor, at: int, promp
     ends = torch.full((BATCH,), end)
     step = Step(positions, (tokens,) * BATCH, ends, torch.full((BATCH,), prompt_end), end)
     try:
-        layer.step(q, k, v, step, Original(), AttentionCall(0.5))
+        layer.step(LayerCall(q, k, v, step, Original(), AttentionCall(0.5)))
     except BaseException:  # as a cache does
         layer.take_back(step)
         raise

@@ -10,7 +10,7 @@ from tests.helpers.indexers import CLASSES, INDEX_WIDTH, bound_indexed, made, mi
 from tests.helpers.models import Text, masked, read
 from windlass import KVCache
 from windlass.policies import NAMES, Recent
-from windlass.policies.wrapper import scoring_chunk
+from windlass.policies.wrappers import scoring_chunk
 
 PICKED, TOKENS = 13, 45
 GREEDY = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}

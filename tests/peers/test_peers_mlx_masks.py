@@ -7,6 +7,7 @@ behaviours, and those that are shown elsewhere, are in `test_peers_mlx`.
 import pytest
 import torch
 
+from windlass.cache.decode import LayerCall
 from windlass.cache.layer import SlotLayer
 from windlass.core.positions import EMPTY
 from windlass.core.step import AttentionCall, Limits, Step
@@ -36,7 +37,7 @@ class Watched:
         ends = torch.tensor(self.ends)
         values = torch.eye(LONGEST)[positions][:, None]
         step = Step(positions, lengths, ends, ends, max(self.ends))
-        out = self.layer.step(values, torch.ones_like(values), values, step, Original(), self._call)
+        out = self.layer.step(LayerCall(values, torch.ones_like(values), values, step, Original(), self._call))
         return [[row.nonzero()[:, 0].tolist() for row in rows[0, :n]] for rows, n in zip(out, lengths, strict=True)]
 
     def held(self, row: int = 0) -> list[int]:

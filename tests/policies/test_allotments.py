@@ -25,7 +25,7 @@ from windlass.policies import (
     Recent,
     SnapKV,
 )
-from windlass.policies.wrapper import find, keeps_newest, scoring_chunk
+from windlass.policies.wrappers import find, keeps_newest, scoring_chunk
 from windlass.testing import check_policy
 
 

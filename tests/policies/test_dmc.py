@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.helpers.caches import assert_same
 from tests.helpers.models import Models, Text, read
 from windlass import KVCache, PolicyError, UsageError
+from windlass.cache.decode import LayerCall
 from windlass.cache.layer import SlotLayer
 from windlass.cache.merging import merge_of
 from windlass.cache.options import CacheOptions, policy_of
@@ -68,7 +69,7 @@ def test_the_cells_of_a_text_are_those_of_the_recurrence(policy: DMC, steps: tup
             now, ends = slice(at, at + tokens), torch.tensor([at + tokens] * BATCH)
             step = Step(torch.arange(at, at + tokens).expand(BATCH, -1), (tokens,) * BATCH, ends, ends, at + tokens)
             q, k, v = (states[:, :, now] for states in (queries, keys, values))
-            layer.step(q, k, v, step, Original(), AttentionCall(0.3))
+            layer.step(LayerCall(q, k, v, step, Original(), AttentionCall(0.3)))
             at += tokens
         for row, head in product(range(BATCH), range(KV_HEADS)):
             group = queries[row, head * GROUP : (head + 1) * GROUP]

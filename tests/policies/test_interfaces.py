@@ -40,7 +40,7 @@ from windlass.policies import (
     find,
 )
 from windlass.policies.base import PerToken
-from windlass.policies.wrapper import changes_keys, keeps_newest, scoring_chunk
+from windlass.policies.wrappers import changes_keys, keeps_newest, scoring_chunk
 from windlass.testing import check_policy
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.helpers.layers import BATCH, BUDGET, GROUP, HEAD_DIM, KV_HEADS, LIMITS, SINKS, WINDOW, layer_step
 from windlass import PolicyError
+from windlass.cache.decode import LayerCall
 from windlass.cache.layer import SlotLayer
 from windlass.core.step import HEADROOM, AttentionCall, Limits, Step
 from windlass.policies import H2O, NAMES, TOVA, KeyDiff, KeyNorm, Policy, Random, Recency, Recent, Slots, SnapKV
@@ -164,7 +165,7 @@ def test_random_keeps_the_prompt_and_thins_the_rest_evenly() -> None:
         end = at + tokens
         states = empty.expand(1, heads, tokens, 1)
         step = Step(torch.arange(at, end)[None], (tokens,), torch.tensor([end]), torch.tensor([prompt]), end)
-        layer.step(states, states, states, step, Original(), AttentionCall(1.0))
+        layer.step(LayerCall(states, states, states, step, Original(), AttentionCall(1.0)))
         at = end
     for head in layer.positions[0]:
         held = sorted(p for p in head.tolist() if p >= 0)

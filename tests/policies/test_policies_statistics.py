@@ -13,6 +13,7 @@ from tests.helpers.policies import policy as made
 from tests.helpers.policies import unchecked
 from tests.helpers.slots import BATCH, HEAD_DIM, HEADS, KV_HEADS, observe, turned_slots
 from windlass import KVCache, PolicyError, kernels
+from windlass.cache.decode import LayerCall
 from windlass.cache.layer import SlotLayer
 from windlass.core.inputs import AttentionInput, DecodeInput, Mass
 from windlass.core.positions import EMPTY
@@ -64,7 +65,7 @@ def layer_with(policy: Policy, steps: tuple[int, ...], draw: torch.Generator) ->
         step = Step(
             torch.arange(at, end).expand(2, -1), (tokens,) * 2, torch.tensor([end] * 2), torch.tensor([end] * 2), end
         )
-        layer.step(q, k, k, step, Original(), AttentionCall(0.4))
+        layer.step(LayerCall(q, k, k, step, Original(), AttentionCall(0.4)))
         queries.append(q)
         at = end
     return layer, torch.cat(queries, 2)

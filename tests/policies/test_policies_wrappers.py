@@ -26,7 +26,7 @@ from windlass.policies import (
     Smoothed,
     SnapKV,
 )
-from windlass.policies.wrapper import keeps_newest
+from windlass.policies.wrappers import keeps_newest
 from windlass.testing import check_policy
 
 

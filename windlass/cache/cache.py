@@ -11,9 +11,10 @@ from torch import Tensor
 from windlass.cache import describe, edits
 from windlass.cache import describe as summary
 from windlass.cache.compress import compress
+from windlass.cache.decode import LayerCall
 from windlass.cache.edits import check_pictures, check_rewrite, clear_row, put_row
 from windlass.cache.fused import FusedDecode
-from windlass.cache.head_groups import HeadGroups, Leaf, leaves_of
+from windlass.cache.head_groups import HeadGroups, Leaf, Take, leaves_of
 from windlass.cache.layer import SlotLayer, attend_shared
 from windlass.cache.options import CacheOptions
 from windlass.cache.recall import RecallMemory, RecallStore
@@ -262,22 +263,17 @@ class TextCache(CacheState):
     @no_inference_mode
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
         """Write, attend, observe and evict in one layer. The model's attention calls it."""
-        step, its, mode = self.text.pending, self.by_layer[layer], self.positions
+        step = self.text.pending
         assert step is not None, "attend outside of a pass"
-        take: Callable[..., Attended] = SlotLayer.step
+        asked = LayerCall(queries, keys, values, step, self.positions, call)
+        take: Take = SlotLayer.step
         if step.is_second_pass:
             take = second_pass if self.fitting is None else self.fitting.second_pass
         elif step.is_rewrite:
             if self.divergence is not None and self.divergence.index == layer:
-                self.divergence.reached(queries, keys, values, step, call)
+                self.divergence.reached(asked)
             take = rewrite
-        if its.whole is not None:
-            return take(its.whole, queries, keys, values, step, mode, call)
-
-        def by_group(own: SlotLayer, q: Queries, k: NewKeys, v: NewValues, asked: AttentionCall) -> Attended:
-            return take(own, q, k, v, step, mode, asked)
-
-        return its.step(by_group, queries, keys, values, call)
+        return self.by_layer[layer].step(take, asked)
 
     @no_inference_mode
     def fused_decode(

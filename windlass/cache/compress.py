@@ -20,7 +20,7 @@ from windlass.core.types import Scores
 from windlass.policies import Policy, Recent
 from windlass.policies.base import OneShot
 from windlass.policies.calls import UNKNOWN_STATE, scores_of
-from windlass.policies.wrapper import find
+from windlass.policies.wrappers import find
 
 
 @no_inference_mode

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from windlass.cache.decode import LayerCall
 from windlass.cache.layer import SlotLayer
 from windlass.cache.recompute import second_pass
 from windlass.core.errors import PolicyError
@@ -17,7 +18,7 @@ from windlass.core.step import AttentionCall, Limits, Step
 from windlass.core.types import NewKeys, PerSlot, Queries, Scores
 from windlass.policies import Needs, NewTokens, Observation, Policy, Slots
 from windlass.policies.base import Budgeter, Initializer, ModelSpecific, OneShot, PerToken, Recency
-from windlass.policies.wrapper import Wrapper, find, keeps_newest, scoring_chunk
+from windlass.policies.wrappers import Wrapper, find, keeps_newest, scoring_chunk
 from windlass.positions.modes import Original
 from windlass.stores.formats import Plain
 
@@ -53,11 +54,12 @@ def check_policy(policy: Policy) -> None:
             torch.randn(2, heads, tokens, width, generator=draw)
             for heads, width in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
         )
-        layer.step(queries, keys, values, step, Original(), AttentionCall(scale=HEAD_DIM**-0.5))
+        call = LayerCall(queries, keys, values, step, Original(), AttentionCall(scale=HEAD_DIM**-0.5))
+        layer.step(call)
         if scoring_chunk(policy):
             later = positions.where(positions < 0, positions + tokens)
             again = replace(step, positions=later, end=step.end + tokens, is_second_pass=True)
-            second_pass(layer, queries, keys, values, again, Original(), AttentionCall(scale=HEAD_DIM**-0.5))
+            second_pass(layer, call._replace(step=again))
 
 
 def _check_declaration(policy: Policy) -> None:

@@ -5,7 +5,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, Literal, NamedTuple, final
 from weakref import ReferenceType, ref
 
 import torch
@@ -19,10 +19,10 @@ from windlass.cache.slot_table import SlotTable
 from windlass.core.inputs import DecodeInput, DecodeOutput, DecodeSlots, Format, RecallSlots, Retention
 from windlass.core.parse import MAX_NUMBER
 from windlass.core.step import AttentionCall, Step, StepRecord
-from windlass.core.types import Attended, SlotIndex
+from windlass.core.types import Attended, NewKeys, NewValues, Queries, SlotIndex
 from windlass.policies.base import TOKEN, Policy
 from windlass.policies.calls import initial_state
-from windlass.policies.wrapper import changes_keys, ranking_of
+from windlass.policies.wrappers import changes_keys, ranking_of
 from windlass.positions.modes import PositionMode
 from windlass.positions.rotary import Rotary
 
@@ -30,6 +30,17 @@ if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Decode
 
 Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots that are to be free, and what stood there
+
+
+class LayerCall(NamedTuple):
+    """A call of one layer's attention by the model: new tokens, the step that they come in, and how they are read."""
+
+    queries: Queries
+    keys: NewKeys
+    values: NewValues
+    step: Step
+    mode: PositionMode
+    attention: AttentionCall
 
 
 class LayerStep(NamedTuple):
@@ -225,6 +236,26 @@ class DecodeKernel:
         return KernelHandle(kernel, retention, end, tuple(map(ref, tensors)), rules, rotary, mode, _numbers(asked))
 
 
+Backend = Literal["fused", "generic"]
+
+
+class StepPart(NamedTuple):
+    """A step of a layer, or a part of one, for a backend: the kernel that serves it, and slots of older steps to free.
+
+    `is_continued`: whether another part of the same step was taken before.
+    """
+
+    asked: LayerStep
+    handle: KernelHandle | None
+    released: Released = ()
+    is_continued: bool = False
+
+    @property
+    def backend(self) -> Backend:
+        """Name of the backend that takes it: the fused one where a kernel does all of it."""
+        return "fused" if self.handle is not None and self.handle.is_all(self.asked) else "generic"
+
+
 class StepPlan(ABC):
     """A step of a layer as one backend takes it. Planning changes nothing. Run the plan, then record it.
 
@@ -247,13 +278,13 @@ class FusedStep(StepPlan):
     The slots that `released` steps reserved for evicted tokens are free afterwards.
     """
 
-    def __init__(
-        self, handle: KernelHandle, asked: LayerStep, released: Released = (), is_continued: bool = False
-    ) -> None:
+    def __init__(self, part: StepPart) -> None:
+        asked, handle = part.asked, part.handle
+        assert handle is not None, "a fused step without a kernel"
         budget = asked.rules.budget
-        self._handle, self._asked, self._is_continued = handle, asked, is_continued
+        self._handle, self._asked, self._is_continued = handle, asked, part.is_continued
         self._is_over = budget is not None and asked.bound > budget
-        given = asked.given(handle.keeps_observed(len(asked.step.lengths)), self._is_over, released)
+        given = asked.given(handle.keeps_observed(len(asked.step.lengths)), self._is_over, part.released)
         self._planned = handle.kernel.planned(given)
 
     def run(self) -> Attended:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.cache.decode import KernelHandle, LayerStep, Released
+from windlass.cache.decode import KernelHandle, LayerCall, LayerStep, Released
 from windlass.cache.history import History
 from windlass.cache.layer import SlotLayer
 from windlass.cache.recall import TOKEN_INDEX
@@ -21,7 +21,7 @@ from windlass.core.step import AttentionCall, Step, StepRecord
 from windlass.core.types import Hidden
 from windlass.policies.base import Initializer
 from windlass.policies.calls import initial_state
-from windlass.policies.wrapper import find
+from windlass.policies.wrappers import find
 from windlass.positions.modes import PositionMode
 
 if TYPE_CHECKING:
@@ -151,7 +151,8 @@ class FusedDecode:
         """
         asked, handles = [], list[KernelHandle]()
         for layer, kernel, call in zip(layers, decoder, calls, strict=True):
-            one = layer.asked(kernel.states(hidden), step, mode, call)
+            queries, keys, values = kernel.states(hidden)
+            one = layer.asked(LayerCall(queries, keys, values, step, mode, call))
             if layer.is_empty or (handle := layer.whole_step(one)) is None:
                 return None
             asked.append(one)

@@ -10,14 +10,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from windlass.cache.decode import LayerCall
 from windlass.cache.layer import SlotLayer
 from windlass.cache.options import CacheOptions
 from windlass.cache.shares import Heads
 from windlass.core.errors import UsageError
 from windlass.core.step import AttentionCall, Limits
-from windlass.core.types import Attended, NewKeys, NewValues, Queries
+from windlass.core.types import Attended, Queries
 from windlass.policies.base import Budgeter
-from windlass.policies.wrapper import find
+from windlass.policies.wrappers import find
 
 
 class Leaf(NamedTuple):
@@ -56,7 +57,7 @@ def _layer_limits(options: CacheOptions, layers: int) -> list[Limits]:
     return [replace(limits, budget=budget) for budget in budgets]
 
 
-Take = Callable[[SlotLayer, Queries, NewKeys, NewValues, AttentionCall], Attended]
+Take = Callable[[SlotLayer, LayerCall], Attended]
 Read = Callable[[SlotLayer, Queries, AttentionCall], Attended]
 
 
@@ -87,21 +88,23 @@ class HeadGroups:
         """The kv heads of a layer of the model whose heads are in groups."""
         return sum(map(len, self.heads))
 
-    def step(self, take: Take, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
+    def step(self, take: Take, call: LayerCall) -> Attended:
         """Take a step of each group of heads by itself. Returns the attention of all queries.
 
         Raises: UsageError for another number of kv heads, or an indexer, whose picks are for all heads.
         """
-        if keys.shape[1] != self.kv_heads:
+        if self.whole is not None:
+            return take(self.whole, call)
+        if call.keys.shape[1] != self.kv_heads:
             raise UsageError(
-                f"layer {self.layers[0].index} has {keys.shape[1]} kv heads here, and its shares are of "
+                f"layer {self.layers[0].index} has {call.keys.shape[1]} kv heads here, and its shares are of "
                 f"{self.kv_heads}; measure this model's with `windlass calibrate --shares`"
             )
-        if call.picker is not None:
+        if call.attention.picker is not None:
             raise UsageError("shares: the indexer of this model picks tokens for all heads at once; leave shares out")
-        states = [self.split(each) for each in (queries, keys, values)]
-        each = zip(self.layers, *states, self._calls(call), strict=True)
-        return self.joined([take(*own) for own in each])
+        states = (self.split(each) for each in (call.queries, call.keys, call.values))
+        each = zip(self.layers, *states, self._calls(call.attention), strict=True)
+        return self.joined([take(layer, LayerCall(q, k, v, call.step, call.mode, own)) for layer, q, k, v, own in each])
 
     def read(self, read: Read, queries: Queries, call: AttentionCall) -> Attended:
         """Attention of queries of a layer without keys of its own, each group of heads by itself."""

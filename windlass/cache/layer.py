@@ -1,8 +1,8 @@
 """One attention layer's four steps over its slots: write, attend, observe, evict."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -20,20 +20,30 @@ from windlass.cache.attention import (
     slots_wanted,
     write_and_attend,
 )
-from windlass.cache.decode import DecodeKernel, FusedStep, KernelHandle, LayerStep, StepPlan, put_initial_state
-from windlass.cache.eviction import evict, parts_of, scores_over_budget
+from windlass.cache.decode import (
+    Backend,
+    DecodeKernel,
+    FusedStep,
+    KernelHandle,
+    LayerCall,
+    LayerStep,
+    StepPart,
+    StepPlan,
+    put_initial_state,
+)
 from windlass.cache.history import Checkpoint, History, written_again
 from windlass.cache.layer_config import Layer, LayerConfig
-from windlass.cache.merging import Merge
+from windlass.cache.merging import LayerView, Merge, plan_merge
 from windlass.cache.recall import RecallStore
 from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable, TableView
 from windlass.core.errors import UsageError
+from windlass.core.inputs import EvictionInput
 from windlass.core.positions import EMPTY
 from windlass.core.step import HEADROOM, AttentionCall, Limits, Step, StepRecord
-from windlass.core.types import Attended, NewKeys, NewValues, Queries, SlotIndex
+from windlass.core.types import Attended, NewKeys, NewValues, Queries, Scores, SlotIndex
 from windlass.policies.base import Policy, Slots
-from windlass.policies.calls import observe
+from windlass.policies.calls import observe, scores_of
 from windlass.positions.modes import PositionMode
 from windlass.positions.rotary import Rotary, Rotation
 from windlass.stores.base import Parts, Store
@@ -96,34 +106,32 @@ class SlotLayer(Layer):
         """The model's sliding window in this layer. None: it has none."""
         return self.rules.sliding_window
 
-    def step(
-        self, queries: Queries, keys: NewKeys, values: NewValues, step: Step, mode: PositionMode, call: AttentionCall
-    ) -> Attended:
+    def step(self, call: LayerCall) -> Attended:
         """Write, attend, observe, evict. Returns the attention output. Until `commit`, `take_back` undoes the step."""
-        asked = self.asked((queries, keys, values), step, mode, call)
+        asked, step = self.asked(call), call.step
         if (handle := self.whole_step(asked)) is not None:
             self.checkpoint = Checkpoint(step, self.table.unwritten(), self.rules, self.history, [])
             self.history, released = self.history.split(self.rules.limits.rollback)
-            return self._taken(FusedStep(handle, asked, released))
+            return self._taken("fused", StepPart(asked, handle, released))
         self._begin(asked)
         asked = asked._replace(rules=self.rules)
-        parts = asked.split(parts_of(self.table, self.rules, step, asked.is_recalling))
-        outs = [self._taken(self._planned(part, is_continued=part is not parts[0])) for part in parts]
+        parts = asked.split(_parts_of(self.table, self.rules, step, asked.is_recalling))
+        outs = [self._part_taken(part, is_continued=part is not parts[0]) for part in parts]
         self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
-    def _taken(self, plan: StepPlan) -> Attended:
+    def _part_taken(self, asked: LayerStep, is_continued: bool) -> Attended:
+        asked = asked._replace(has_evicted=self.history.has_evicted)  # the part before may have
+        handle = None if self.is_shared else self.decode_kernel.of(asked)
+        part = StepPart(asked, handle, is_continued=is_continued)
+        return self._taken(part.backend, part)
+
+    def _taken(self, backend: Backend, part: StepPart) -> Attended:
+        """Plan, run, record: the order of every backend."""
+        plan = BACKENDS[backend](self, part)
         out = plan.run()
         self.keep_record(plan.record())
         return out
-
-    def _planned(self, asked: LayerStep, is_continued: bool) -> StepPlan:
-        """The plan of a step, or of a part of one: the fused one where a kernel does all of it."""
-        asked = asked._replace(has_evicted=self.history.has_evicted)  # the part before may have
-        handle = None if self.is_shared else self.decode_kernel.of(asked)
-        if handle is not None and handle.is_all(asked):
-            return FusedStep(handle, asked, is_continued=is_continued)
-        return GenericStep(self, asked, handle, is_continued)
 
     def _begin(self, asked: LayerStep) -> None:
         """Note how to undo the step, and prepare rules and slots for it."""
@@ -140,12 +148,20 @@ class SlotLayer(Layer):
         self.longest_decode = max(self.longest_decode, step.positions.shape[1] if step.drafts else 0)
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
 
-    def asked(
-        self, states: tuple[Queries, NewKeys, NewValues], step: Step, mode: PositionMode, call: AttentionCall
-    ) -> LayerStep:
+    def asked(self, call: LayerCall) -> LayerStep:
         """A step of this layer with these queries, keys and values."""
-        evicted = self.history.has_evicted
-        return LayerStep(self.table, self.rules, self.rotary, states, step, mode, call, self.index, self.heads, evicted)
+        return LayerStep(
+            table=self.table,
+            rules=self.rules,
+            rotary=self.rotary,
+            states=(call.queries, call.keys, call.values),
+            step=call.step,
+            mode=call.mode,
+            call=call.attention,
+            layer=self.index,
+            heads=self.heads,
+            has_evicted=self.history.has_evicted,
+        )
 
     def whole_step(self, asked: LayerStep) -> KernelHandle | None:
         """The kernel that does all of a step. None: a kernel alone can't take it."""
@@ -182,8 +198,8 @@ class SlotLayer(Layer):
             seen = observation(record, self.policy.observed_queries)
             observe(self.policy, self.index, self.slots_at(record.step), seen)
         if rules.budget is not None and not record.step.defer_eviction and table.occupancy_bound > rules.budget:
-            score = scores_over_budget(table, rules, self.index, self.slots_at(record.step))
-            record = evict(table, rules, record, score, self.checkpoint)
+            score = _scores_over_budget(table, rules, self.index, self.slots_at(record.step))
+            record = _evict(table, rules, record, score, self.checkpoint)
         return record
 
     def keep_record(self, record: StepRecord) -> None:
@@ -291,8 +307,9 @@ class SlotLayer(Layer):
 class GenericStep(StepPlan):
     """A step whose four verbs are taken one by one. With a `handle`, its kernel writes and attends."""
 
-    def __init__(self, layer: SlotLayer, asked: LayerStep, handle: KernelHandle | None, is_continued: bool) -> None:
-        self._layer, self._asked, self._handle, self._is_continued = layer, asked, handle, is_continued
+    def __init__(self, layer: SlotLayer, part: StepPart) -> None:
+        asked, self._layer = part.asked, layer
+        self._asked, self._handle, self._is_continued = asked, part.handle, part.is_continued
         self._observed = observed_columns(asked.step, layer.policy.observed_queries)
         self._held, self._statistics = asked.table.occupancy_bound, dict(asked.table.statistics)
         self._state, self._ring = asked.table.state, asked.table.store.full_precision.tensors
@@ -337,6 +354,12 @@ class GenericStep(StepPlan):
             is_continued=self._is_continued,
         )
         return layer.observe_and_evict(record)
+
+
+BACKENDS: Final[Mapping[Backend, Callable[[SlotLayer, StepPart], StepPlan]]] = {
+    "fused": lambda _, part: FusedStep(part),
+    "generic": GenericStep,
+}
 
 
 def append(
@@ -400,3 +423,80 @@ class _MergeUndo:
     def redo(self) -> None:
         if self._targets is not None:
             self._store.put(self._targets, self._merged)
+
+
+def _parts_of(table: SlotTable, rules: LayerConfig, step: Step, is_recalling: bool) -> tuple[Step, ...]:
+    """`step.parts`, or the whole step if it evicts, recalls, observes and holds in full precision no token.
+
+    `is_recalling` tells whether the step searches for evicted tokens.
+    """
+    is_evicting = rules.budget is not None and table.occupancy_bound + max(step.lengths) > rules.budget
+    is_observing = rules.policy.observed_queries != 0 or table.store.full_precision.newest > 0
+    return step.parts if (is_evicting or is_recalling or is_observing) and not step.defer_eviction else (step,)
+
+
+def _scores_over_budget(table: SlotTable, rules: LayerConfig, layer: int, slots: Slots) -> Scores:
+    """The policy's scores of a layer in which some row is over budget.
+
+    A policy may change state as it scores. Rows within the budget get their state back: alone, they would not be
+    scored.
+    """
+    assert rules.budget is not None, "scores without a budget"
+    before = table.copied_state() if len(slots.next_positions) > 1 else {}
+    score = scores_of(rules.policy, layer, slots)
+    if before:
+        is_over = (table.positions >= 0).sum(-1, keepdim=True).amax(1, keepdim=True) > rules.budget
+        for name, tensor in table.state.items():
+            tensor.copy_(tensor.where(is_over, before[name]))
+    return score
+
+
+def _evict(
+    table: SlotTable, rules: LayerConfig, record: StepRecord, score: Scores, checkpoint: Checkpoint | None
+) -> StepRecord:
+    """Reserve the slots of the tokens over budget whose `score` is lowest, and merge the tokens if the rules say so.
+
+    Returns the record with the evicted tokens and, after a merge, the former contents of the slots that took them.
+    """
+    assert rules.budget is not None, "eviction without a budget"
+    count, evicted_count = table.slots - rules.budget, table.occupancy_bound - rules.budget
+    (sinks, window), row_sinks = rules.protected, rules.row_sinks(record.step)
+    evicted, before = kernels.evict(
+        EvictionInput(
+            score=score,
+            positions=table.positions,
+            next_positions=record.step.next_positions,
+            sinks=sinks,
+            window=window,
+            sliding_window=rules.sliding_window,
+            count=count,
+            attention_chunk=rules.attention_chunk,
+            row_sinks=None if row_sinks is None else row_sinks.tensor,
+        )
+    )
+    table.occupancy_bound = rules.budget
+    record = replace(record, evicted=evicted, evicted_positions=before, evicted_count=evicted_count)
+    return record if rules.merge is None else _merged(table, rules, record, checkpoint)
+
+
+def _merged(table: SlotTable, rules: LayerConfig, record: StepRecord, checkpoint: Checkpoint | None) -> StepRecord:
+    """Merge the tokens that `record` evicted into kept slots. `checkpoint` gets the plan before it is applied."""
+    assert rules.merge is not None, "a merge without a rule"
+    assert record.evicted is not None, "a merge without an eviction"
+    assert record.evicted_positions is not None, "evicted tokens without positions"
+    ends, limits = record.step.next_positions, rules.limits
+    view = LayerView(
+        table.store,
+        table.positions,
+        table.state,
+        ends,
+        limits.sinks if record.step.sinks is None else record.step.sinks.per_slot,
+        limits.window,
+        rules.sliding_window,
+        rules.attention_chunk,
+    )
+    plan = plan_merge(rules.merge, view, record.evicted, record.evicted_positions)
+    if checkpoint is not None:
+        checkpoint.merged.append(plan)
+    plan.apply(table.store, table.state)
+    return replace(record, merged_into=plan.targets, merged_before=plan.before.parts)

@@ -17,7 +17,7 @@ from windlass.core.positions import PLACES
 from windlass.core.step import HEADROOM, AttentionCall, Limits, RowSinks, Step
 from windlass.policies.base import ACCUMULATES, Policy
 from windlass.policies.recent import Recent
-from windlass.policies.wrapper import keeps_newest
+from windlass.policies.wrappers import keeps_newest
 
 
 class Layer(ABC):

@@ -346,7 +346,7 @@ def _check_room(limits: Limits) -> None:
 def _check_alone(policy: Policy) -> None:
     """Raises: UsageError for a policy that gives layers budgets of their own, beside shares, which do so too."""
     from windlass.policies.base import Budgeter, OneShot
-    from windlass.policies.wrapper import find
+    from windlass.policies.wrappers import find
 
     one_shot = find(policy, OneShot)
     is_budgeter = find(policy, Budgeter) is not None  # type: ignore[type-abstract]  # none is made

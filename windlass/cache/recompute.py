@@ -12,15 +12,14 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.cache.attention import attend
+from windlass.cache.decode import LayerCall
 from windlass.cache.layer import SlotLayer
 from windlass.cache.slot_table import TableView
 from windlass.core.inputs import Mass
 from windlass.core.positions import EMPTY
-from windlass.core.step import AttentionCall, Step, no_inference_mode
+from windlass.core.step import no_inference_mode
 from windlass.core.types import (
     Attended,
-    NewKeys,
-    NewValues,
     Queries,
     QueryPositions,
     SlotIndex,
@@ -29,8 +28,7 @@ from windlass.core.types import (
 )
 from windlass.policies.base import Observation
 from windlass.policies.calls import initial_state, observe, preprocess
-from windlass.policies.wrapper import scoring_chunk
-from windlass.positions.modes import PositionMode
+from windlass.policies.wrappers import scoring_chunk
 
 
 class SlotLookup(NamedTuple):
@@ -61,56 +59,44 @@ class SlotLookup(NamedTuple):
         return found.scatter_(-1, self.columns.where(self.columns >= 0, found.shape[-1] - 1), every)[..., :-1]
 
 
-def rewrite(
-    layer: SlotLayer,
-    queries: Queries,
-    keys: NewKeys,
-    values: NewValues,
-    step: Step,
-    mode: PositionMode,
-    call: AttentionCall,
-) -> Attended:
+def rewrite(layer: SlotLayer, call: LayerCall) -> Attended:
     """Attention of tokens that the layer already has at their positions, after their keys and values are replaced.
 
     The policy observes nothing, and nothing is evicted. Until `commit`, `take_back` undoes it: the tokens are written
     to free slots and leave their old ones, whose bytes are not overwritten before then.
     """
-    before = layer.protect(step)
-    layer.make_room(keys, values, is_decode=False, defer_eviction=True)
+    before, step = layer.protect(call.step), call.step
+    layer.make_room(call.keys, call.values, is_decode=False, defer_eviction=True)
     table = layer.table
     before.table.copies.extend((tensor, tensor.clone()) for tensor in table.state.values())
-    queries, standing, written = _put(layer, queries, keys, values, step, call)
+    queries, standing, written = _put(layer, call)
     held = table.occupancy_bound
     table.occupancy_bound = held + int((~standing.is_held & (step.positions >= 0)[:, None]).sum(-1).max())
     view = TableView.of(table, layer.rules, step)
     if layer.is_shared:
         layer.views.append(view.kept())
-    out, _ = attend(view, layer.rules, layer.rotary, queries, mode, call, None)
+    out, _ = attend(view, layer.rules, layer.rotary, queries, call.mode, call.attention, None)
     _let_go(layer, standing, written, held)
     return out
 
 
-def write_over(
-    layer: SlotLayer, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall
-) -> None:
+def write_over(layer: SlotLayer, call: LayerCall) -> None:
     """Replace the keys and values of those tokens of `step` that the layer holds, without a pass of the model."""
-    layer.make_room(keys, values, is_decode=False, defer_eviction=True)
+    layer.make_room(call.keys, call.values, is_decode=False, defer_eviction=True)
     held = layer.table.occupancy_bound
-    _, standing, written = _put(layer, queries, keys, values, step, call)
+    _, standing, written = _put(layer, call)
     _let_go(layer, standing, written, held)
 
 
-def _put(
-    layer: SlotLayer, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall
-) -> tuple[Queries, SlotLookup, SlotIndex]:
+def _put(layer: SlotLayer, call: LayerCall) -> tuple[Queries, SlotLookup, SlotIndex]:
     """Write the tokens of `step` into free slots, and free their old slots. Returns the preprocessed queries."""
-    table = layer.table
-    queries, keys, state = preprocess(layer.configured_policy, layer.index, queries, keys, step.ids)
+    table, step = layer.table, call.step
+    queries, keys, state = preprocess(layer.configured_policy, layer.index, call.queries, call.keys, step.ids)
     state |= initial_state(layer.policy, layer.index, layer.heads, queries, keys)
     standing = SlotLookup.of(table.positions, step.positions)
     written = kernels.first_free(table.positions, keys.shape[2])
     positions = step.positions[:, None].expand(-1, table.score_heads, -1)
-    table.write(written, keys, values, positions, state, call.index_keys)
+    table.write(written, keys, call.values, positions, state, call.attention.index_keys)
     table.positions.masked_fill_(standing.columns >= 0, EMPTY)
     return queries, standing, written
 
@@ -124,19 +110,12 @@ def _let_go(layer: SlotLayer, standing: SlotLookup, written: SlotIndex, held: in
     layer.forget_steps(0)
 
 
-def second_pass(
-    layer: SlotLayer,
-    queries: Queries,
-    keys: NewKeys,
-    values: NewValues,
-    step: Step,
-    mode: PositionMode,
-    call: AttentionCall,
-) -> Attended:
+def second_pass(layer: SlotLayer, call: LayerCall) -> Attended:
     """Attention as in a step. Afterwards the layer holds the same tokens, and its policy has observed the queries."""
-    with written_beside(layer, queries, keys, values, step, call) as (view, queries):
+    step = call.step
+    with written_beside(layer, call) as (view, queries):
         outs, peaks = [], []
-        for out, mass in by_member(layer, view, queries, mode, call):
+        for out, mass in by_member(layer, view, queries, call):
             outs.append(out)
             peaks.append(mass.rows.amax(2))
         if scoring_chunk(layer.policy):
@@ -146,19 +125,17 @@ def second_pass(
 
 
 @contextmanager
-def written_beside(
-    layer: SlotLayer, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall
-) -> Iterator[tuple[TableView, Queries]]:
+def written_beside(layer: SlotLayer, call: LayerCall) -> Iterator[tuple[TableView, Queries]]:
     """Hold the step's tokens beside the layer's own in this context. Yields the view of both, and the queries."""
-    before = layer.protect(step)
-    layer.make_room(keys, values, step.is_decode, step.defer_eviction)
+    before, step = layer.protect(call.step), call.step
+    layer.make_room(call.keys, call.values, step.is_decode, step.defer_eviction)
     table = layer.table
     before.table.copies.extend((tensor, tensor.clone()) for tensor in table.state.values())
-    queries, keys, initial_state = preprocess(layer.configured_policy, layer.index, queries, keys, step.ids)
+    queries, keys, initial_state = preprocess(layer.configured_policy, layer.index, call.queries, call.keys, step.ids)
     positions = step.positions[:, None].expand(-1, table.score_heads, -1)
     held, ring = table.occupancy_bound, table.store.full_precision.tensors
     written = kernels.first_free(table.positions, keys.shape[2])
-    table.write(written, keys, values, positions, initial_state, call.index_keys)
+    table.write(written, keys, call.values, positions, initial_state, call.attention.index_keys)
     table.occupancy_bound += max(step.lengths)
     view = TableView.of(table, layer.rules, step)
     if layer.is_shared:
@@ -168,20 +145,19 @@ def written_beside(
     table.occupancy_bound, table.store.full_precision.tensors = held, ring
 
 
-def by_member(
-    layer: SlotLayer, view: TableView, queries: Queries, mode: PositionMode, call: AttentionCall
-) -> Iterator[tuple[Attended, Mass]]:
+def by_member(layer: SlotLayer, view: TableView, queries: Queries, call: LayerCall) -> Iterator[tuple[Attended, Mass]]:
     """Attention of one query head of each kv head, with the mass from each query to each slot, then of the next head.
 
     The query heads that share a kv head are taken one after the other, as their mass comes as a sum.
     """
     members = queries.shape[1] // layer.store.layout[0]
     columns = torch.arange(queries.shape[2], device=queries.device).where(view.step.positions >= 0, -1)
-    sinks = None if call.sink_logits is None else call.sink_logits.view(-1, members)
+    attention = call.attention
+    sinks = None if attention.sink_logits is None else attention.sink_logits.view(-1, members)
     for member in range(members):
-        own = replace(call, sink_logits=None if sinks is None else sinks[:, member])
+        own = replace(attention, sink_logits=None if sinks is None else sinks[:, member])
         member_queries = queries[:, member::members]
-        out, mass = attend(view, layer.rules, layer.rotary, member_queries, mode, own, columns)
+        out, mass = attend(view, layer.rules, layer.rotary, member_queries, call.mode, own, columns)
         assert mass is not None, "attention that nobody observed"
         yield out, mass
 
@@ -247,28 +223,17 @@ class Fitting:
         pairs = zip(layers, cut, strict=True)
         return cls(layers, ends, [LayerSums(kept) if _is_cut(layer, kept) else None for layer, kept in pairs])
 
-    def second_pass(
-        self,
-        layer: SlotLayer,
-        queries: Queries,
-        keys: NewKeys,
-        values: NewValues,
-        step: Step,
-        mode: PositionMode,
-        call: AttentionCall,
-    ) -> Attended:
+    def second_pass(self, layer: SlotLayer, call: LayerCall) -> Attended:
         """Attention as in `windlass.cache.recompute.second_pass`, with sums over the cut layer."""
         its = next(sums for own, sums in zip(self.layers, self.sums, strict=True) if own is layer)
         if its is None:
-            return second_pass(layer, queries, keys, values, step, mode, call)
+            return second_pass(layer, call)
         outs, kept = [], its.kept
         with (
-            written_beside(layer, queries, keys, values, step, call) as (view, own),
-            written_beside(kept, queries, keys, values, step, call) as (kept_view, _),
+            written_beside(layer, call) as (view, own),
+            written_beside(kept, call) as (kept_view, _),
         ):
-            pairs = zip(
-                by_member(layer, view, own, mode, call), by_member(kept, kept_view, own, mode, call), strict=True
-            )
+            pairs = zip(by_member(layer, view, own, call), by_member(kept, kept_view, own, call), strict=True)
             for (out, mass), (_, kept_mass) in pairs:
                 outs.append(out)
                 text, found = self._shares(view, mass), self._shares(kept_view, kept_mass)
@@ -293,25 +258,18 @@ class StopAtLayer(Exception):
     """Raised to end a pass at the layer whose new values are compared."""
 
 
-class _LookupResult(NamedTuple):
-    queries: Queries
-    keys: NewKeys
-    values: NewValues
-    step: Step
-    call: AttentionCall
-
-
 @final
 class Divergence:
     """Queries, keys and values of passes that end at attention layer `index` of the model. `layer` has its slots."""
 
     def __init__(self, index: int, layer: SlotLayer) -> None:
         self.index, self._layer = index, layer
-        self._found: list[_LookupResult] = []
+        self._found: list[LayerCall] = []
 
-    def reached(self, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall) -> NoReturn:
+    def reached(self, call: LayerCall) -> NoReturn:
         """Store the inputs of the layer. Raises: StopAtLayer, which takes the pass back."""
-        self._found.append(_LookupResult(queries.clone(), keys.clone(), values.clone(), step, call))
+        queries, keys, values = (each.clone() for each in (call.queries, call.keys, call.values))
+        self._found.append(call._replace(queries=queries, keys=keys, values=values))
         raise StopAtLayer
 
     def of_row(self, row: int) -> Tensor:
@@ -333,4 +291,4 @@ class Divergence:
     def keep(self) -> None:
         """Replace the layer's keys and values of all tokens by the new ones, which are those of a text read anew."""
         for found in self._found:
-            write_over(self._layer, found.queries, found.keys, found.values, found.step, found.call)
+            write_over(self._layer, found)

@@ -58,7 +58,7 @@ from windlass.hf.prompt_cache_check import TensorSpec
 from windlass.hf.prompt_cache_format import AGAIN, Header, InconsistentFile, shown
 from windlass.hf.weights import labelled, parameter_count
 from windlass.policies.base import OneShot
-from windlass.policies.wrapper import find
+from windlass.policies.wrappers import find
 from windlass.view.recording import Recorder
 
 

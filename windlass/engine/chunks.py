@@ -7,7 +7,7 @@ cache: positions are integers, so no key is changed. A joined part has not atten
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final, final
@@ -33,7 +33,7 @@ from windlass.engine.request import PromptParts, Request
 from windlass.engine.row_bytes import RowBytes
 from windlass.hf.kv_cache import KVCache
 from windlass.policies.base import OneShot
-from windlass.policies.wrapper import find
+from windlass.policies.wrappers import find
 
 
 @final
@@ -69,11 +69,6 @@ class JoinReport:
     def tokens(self) -> int:
         """Tokens of all parts."""
         return sum(stop - start for start, stop in self.spans)
-
-    @property
-    def reused(self) -> int:
-        """Tokens that were not read again."""
-        return self.tokens - len(self.recomputed)
 
 
 @torch.no_grad()
@@ -147,7 +142,8 @@ def join(
         held = held_positions(cache, row)
         chosen = mode.chosen(spans, held, lambda positions: divergence(model, cache, positions, ids, row))
         positions = sorted(chosen | (starts & held))
-        _read_again(model, cache, positions, ids, row)
+        for step in passes(cache, positions, ids, row):
+            read_step(model, cache, step)
     except BaseException:
         if done:
             cache.drop(at, at + done, row)
@@ -156,34 +152,6 @@ def join(
         cache.rows = before.rows
         raise
     return JoinReport(tuple((span.start, span.stop) for span in spans), tuple(positions))
-
-
-@torch.no_grad()
-def read_again(
-    model: PreTrainedModel, cache: KVCache, positions: Sequence[int], row: int = 0, ids: Sequence[int] | None = None
-) -> int:
-    """Read the tokens at `positions` of a row again, in place, and return their number.
-
-    Each attends to the text before it. Tokens that every layer has evicted are left out. `ids` are the ids of the
-    tokens at `positions`. None takes them from the cache, which knows them until an edit moves the text.
-
-    Raises: UsageError for positions outside the row, unknown ids, and models or caches that can't recompute.
-    """
-    check_reading(model, cache, None)
-    row = whole_number("row", row, 0, cache.batch_size - 1)
-    end = cache.next_positions[row]
-    places = [whole_number("a position", each, 0, end - 1) for each in positions]
-    if ids is None:
-        known = _text(cache, row)
-        if known is None:
-            raise UsageError("the cache does not know which tokens stand where, after an edit; give their ids")
-        ids = [known[place] for place in places]
-    if len(ids) != len(places):
-        raise UsageError(f"{len(ids)} ids for {len(places)} positions; give one for each")
-    check_rewrite(cache, max(cache.next_positions))
-    held = sorted({*places} & held_positions(cache, row))
-    _read_again(model, cache, held, dict(zip(places, ids, strict=True)), row)
-    return len(held)
 
 
 def _text(cache: KVCache, row: int) -> list[int] | None:
@@ -200,13 +168,6 @@ def _spans(cache: KVCache, parts: Sequence[Part], row: int, at: int) -> list[Spa
         spans.append(Span(at, at + len(part), before is not None and (*before,) == part.prefix))
         at, before = at + len(part), None if before is None else [*before, *part.ids]
     return spans
-
-
-def _read_again(
-    model: PreTrainedModel, cache: KVCache, positions: Sequence[int], ids: Mapping[int, int], row: int
-) -> None:
-    for step in passes(cache, positions, ids, row):
-        read_step(model, cache, step)
 
 
 def check_parts(parts: PromptParts, tokens: int, options: CacheOptions, kept_bytes: int) -> None:

@@ -27,7 +27,7 @@ from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.passes import check_model
 from windlass.policies.base import OneShot
-from windlass.policies.wrapper import find
+from windlass.policies.wrappers import find
 
 
 def check_reading(model: object, cache: object, progress: object) -> None:

@@ -21,7 +21,7 @@ from windlass.engine.sampler import logprobs_of
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
 from windlass.policies.base import OneShot
-from windlass.policies.wrapper import find, scoring_chunk
+from windlass.policies.wrappers import find, scoring_chunk
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from windlass.engine.prefill import feed, feed_tokens
 from windlass.engine.request import EngineLimits
 from windlass.hf.kv_cache import KVCache
 from windlass.policies.base import OneShot
-from windlass.policies.wrapper import find, scoring_chunk
+from windlass.policies.wrappers import find, scoring_chunk
 
 PROBE: Final = 9  # tokens that are read to see what a layer holds of each
 STEP_BYTES: Final = 64  # of each token of the latest pass: its positions, its id, what was asked of them

@@ -38,7 +38,7 @@ from windlass.engine.sampling import FinishReason
 from windlass.engine.text import TextStream
 from windlass.hf.kv_cache import KVCache
 from windlass.policies.base import OneShot
-from windlass.policies.wrapper import find
+from windlass.policies.wrappers import find
 
 
 class Writer:

@@ -32,7 +32,7 @@ from windlass.policies.base import PerToken
 from windlass.policies.calls import scores_of
 from windlass.policies.linear_scorer import LayerWeights, Scorer
 from windlass.policies.pairs import PairTable
-from windlass.policies.wrapper import Wrapper
+from windlass.policies.wrappers import Wrapper
 
 DIGITS: Final = 3  # of a share; equal numbers put heads into one group
 

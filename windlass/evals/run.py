@@ -45,7 +45,7 @@ from windlass.hf.model_facts import shown_name, trained_length
 from windlass.hf.weights import fingerprint, labelled, parameter_count
 from windlass.policies.base import OneShot
 from windlass.policies.registry import spelled
-from windlass.policies.wrapper import find
+from windlass.policies.wrappers import find
 
 CHUNK = 128  # tokens of a text with questions per step, or the budget where that is less
 STRIDE = 16  # tokens per step of a text that is predicted: what a token sees beyond the budget

@@ -28,7 +28,7 @@ from windlass.hf.passes import check_adapter
 from windlass.hf.recurrent import check_policy
 from windlass.policies import Policy, Recent
 from windlass.policies.base import ModelSpecific
-from windlass.policies.wrapper import find
+from windlass.policies.wrappers import find
 from windlass.positions.modes import PositionMode
 from windlass.stores.base import Store
 

@@ -18,7 +18,7 @@ from windlass.cache.recurrent import RecurrentLayer
 from windlass.core.errors import UsageError
 from windlass.hf.passes import CACHE_NAMES, AttributePatch
 from windlass.policies import Policy
-from windlass.policies.wrapper import changes_keys, scoring_chunk
+from windlass.policies.wrappers import changes_keys, scoring_chunk
 
 # The types of a config's `layer_types` that keep a state, and those that keep nothing at all.
 RECURRENT: Final = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})

@@ -19,8 +19,8 @@ from windlass.policies.base import OneShot as OneShot
 from windlass.policies.base import Policy as Policy
 from windlass.policies.base import Recency as Recency
 from windlass.policies.base import Slots as Slots
-from windlass.policies.wrapper import Wrapper as Wrapper
-from windlass.policies.wrapper import find as find
+from windlass.policies.wrappers import Wrapper as Wrapper
+from windlass.policies.wrappers import find as find
 
 # Lists and documents have this order: the simplest first.
 # isort: off
@@ -41,12 +41,12 @@ from windlass.policies.kvzip import KVzip as KVzip
 from windlass.policies.dmc import DMC as DMC
 from windlass.policies.pairs import Pairs as Pairs
 from windlass.policies.linear_scorer import LinearScorer as LinearScorer
-from windlass.policies.wrapper import ByValueNorm as ByValueNorm
-from windlass.policies.wrapper import Smoothed as Smoothed
-from windlass.policies.wrapper import InChunks as InChunks
-from windlass.policies.wrapper import InGroups as InGroups
-from windlass.policies.wrapper import Pyramid as Pyramid
-from windlass.policies.wrapper import Composite as Composite
+from windlass.policies.wrappers import ByValueNorm as ByValueNorm
+from windlass.policies.wrappers import Smoothed as Smoothed
+from windlass.policies.wrappers import InChunks as InChunks
+from windlass.policies.wrappers import InGroups as InGroups
+from windlass.policies.wrappers import Pyramid as Pyramid
+from windlass.policies.wrappers import Composite as Composite
 # isort: on
 
 

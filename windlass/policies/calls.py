@@ -15,7 +15,7 @@ from windlass.policies.base import TOKEN, WEIGHT, Initializer, ModelSpecific, Ob
 from windlass.policies.pairs import Pairs
 from windlass.policies.recent import Recent
 from windlass.policies.tova import TOVA
-from windlass.policies.wrapper import Composite, InChunks, InGroups, Pyramid, Smoothed, Wrapper, changes_keys, find
+from windlass.policies.wrappers import Composite, InChunks, InGroups, Pyramid, Smoothed, Wrapper, changes_keys, find
 
 UNKNOWN_STATE: Final = {TOKEN: -1.0, WEIGHT: 1.0}  # of tokens written while it was not kept; other state is 0
 

@@ -12,7 +12,7 @@ from windlass.policies import FROM_FILES, NAMES, WRAPPERS
 from windlass.policies.base import Policy
 from windlass.policies.key_diff import KeyDiff
 from windlass.policies.recent import Recent
-from windlass.policies.wrapper import find
+from windlass.policies.wrappers import find
 
 _KINDS: dict[str, type[Policy]] = {**NAMES, **WRAPPERS, **FROM_FILES}
 _BY_CLASS: dict[str, tuple[str, type[Any]]] = {kind.__name__: (name, kind) for name, kind in _KINDS.items()}

@@ -110,7 +110,7 @@ class Camera:
         The ids of its text are included from shortly before `text_from` on.
         """
         cache, now = self._cache, monotonic()
-        layers = [layer for layer in cache.layers if not layer.is_empty]
+        layers = [layer for layer in cache.layers_to_read if not layer.is_empty]
         slots = [number for layer in layers for number in layer.positions.shape]
         if slots != self._slots or now >= self._measure_at:
             self._slots = slots

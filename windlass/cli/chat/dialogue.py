@@ -253,7 +253,7 @@ def cache_beside(path: Path) -> Path:
 
 def kept(cache: KVCache) -> int:
     """Most tokens that a layer holds now."""
-    return max((layer.table.occupancy_bound for layer in cache.layers if not layer.is_empty), default=0)
+    return max((layer.table.occupancy_bound for layer in cache.layers_to_read if not layer.is_empty), default=0)
 
 
 def _turns(count: int) -> str:
