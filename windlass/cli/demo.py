@@ -181,18 +181,19 @@ SHORT = (
     6000  # tokens of the last two rows: at 3000, three trained windows, the bare model still has four digits of five
 )
 ANSWER_TOKENS = 8
+BUDGET = 256
 Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the demo. None samples the depth from the seed, or means the novel, or the usual length.
+    """Options of the demo. None samples the depth from the seed, or means the novel, or the usual budget or length.
 
     `length` counts the tokens of the text with facts.
     """
 
     depth: float | None = None
-    budget: int = 256
+    budget: int | None = None
     policy: str = "key_diff"
     text: Path | None = None
     seed: int = 0
@@ -242,8 +243,9 @@ def demo(options: Options, is_json: bool) -> int:
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    policy = CacheOptions(budget=options.budget, policy=options.policy).policy
-    caches = memories(policy, options.budget)
+    budget = BUDGET if options.budget is None else options.budget
+    policy = CacheOptions(budget=budget, policy=options.policy).policy
+    caches = memories(policy, budget)
     text = novel() if options.text is None else read_text(options.text, f"text file {options.text}")
     with loading(), resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
         model, tokenizer = load(str(folder), "float32")
@@ -254,9 +256,9 @@ def demo(options: Options, is_json: bool) -> int:
     depth = draw.random() if options.depth is None else options.depth
     whole, short = (hide_pass_key(each, key, depth) for each in (text, beginning(tokenizer, text)))
     setups = [
-        Setup(whole, policy, options.budget, "compact"),
-        Setup(whole, scorer, options.budget, "compact", shares),
-        Setup(whole, Recent(), options.budget, "compact"),
+        Setup(whole, policy, budget, "compact"),
+        Setup(whole, scorer, budget, "compact", shares),
+        Setup(whole, Recent(), budget, "compact"),
         Setup(short, Recent(), None, "original"),
         Setup(short, Recent(), None, "self_extend(8, 64)"),
     ]
@@ -270,7 +272,7 @@ def demo(options: Options, is_json: bool) -> int:
     rows: list[DemoRow] = []
     if not is_json:
         note(f"{facts.asked} numbers with names are hidden in {source} and asked for one by one, once it is read.")
-    is_whole = _run(facts_rows, (partial(read_and_ask_all, model, tokenizer, memory, facts) for memory in caches))
+    is_whole = run_all(facts_rows, (partial(read_and_ask_all, model, tokenizer, memory, facts) for memory in caches))
     if not is_json and facts_rows:
         Console().print(facts_table(facts_rows))
     if is_whole:
@@ -278,7 +280,7 @@ def demo(options: Options, is_json: bool) -> int:
             trained = model.config.max_position_embeddings
             where = f"at {depth:.0%} of {source}"
             note(f"The pass key {key} is hidden {where}; the model was trained on texts of {trained:,} tokens.")
-        is_whole = _run(rows, (partial(read_and_ask, model, tokenizer, setup, key) for setup in setups))
+        is_whole = run_all(rows, (partial(read_and_ask, model, tokenizer, setup, key) for setup in setups))
     if not is_whole:
         note("interrupted; these rows are done")
     if is_json:
@@ -349,7 +351,7 @@ def trimmed(answer: str) -> str:
     return clause[1] if clause else f"{words}\N{HORIZONTAL ELLIPSIS}"
 
 
-def _run(done: list[Each], runs: Iterable[Callable[[], Each]]) -> bool:
+def run_all(done: list[Each], runs: Iterable[Callable[[], Each]]) -> bool:
     """Append the result of each run. Returns False, and starts no more, after an interrupt."""
     try:
         with as_interrupts():

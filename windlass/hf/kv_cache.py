@@ -140,8 +140,9 @@ class KVCache(ModelCache):
     `merge`: what happens to an evicted token's content: None drops it, "mean_count" averages it into the kept token
     whose key is most like its own; see `windlass.cache.merging`.
     `recall`: what is evicted stays in a recall store, and each step reads up to so many tokens of it again, beside the
-    slots: in each layer and kv head the pages of 8 tokens that matter most to the step's queries; 0 forgets it. The
-    store grows with the text, in the host's memory or, unnamed, in a file of `recall_folder`.
+    slots: in each layer and kv head the pages of 8 tokens that matter most to the step's queries; 0 forgets it, "half"
+    is half as many as the budget. The store grows with the text, in the host's memory or, unnamed, in a file of
+    `recall_folder`.
     `recall_store`: how it holds keys and values: "plain", "int8" or "int4".
     `shares`: what part of the budget each layer and each kv head gets, as a file of `windlass calibrate --shares`, or
     `windlass.Shares`; all heads of the model together keep as many tokens as without. None: all get as much.
@@ -162,7 +163,7 @@ class KVCache(ModelCache):
         rollback: int = 16,
         store: str | Store = "plain",
         merge: str | Merge | None = None,
-        recall: int = 0,
+        recall: int | str = 0,
         recall_store: str | Store = DEFAULT_RECALL_STORE,
         recall_folder: str | Path | None = None,
         shares: str | Path | Shares | None = None,

@@ -212,7 +212,8 @@ class CacheFields(Body):
         BeforeValidator(_such(lambda given: given is not True, STORES_NOTHING)),
     ] = None
     """Format of cached keys and values; false is OpenAI's, and changes nothing."""
-    recall: int | None = _of_cache("recall", 1 << 16)
+    recall: Literal["half"] | Annotated[int, Field(ge=CACHE["recall"].least, le=1 << 16)] | None = None
+    """Evicted tokens that each step reads again, a multiple of 8; `half`: half as many as the budget."""
     sinks: Literal["system"] | Annotated[int, Field(ge=CACHE["sinks"].least, le=4096)] | None = None
     """First tokens that are never evicted; `system`: those of the system message."""
     window: int | None = _of_cache("window", 1 << 16)
