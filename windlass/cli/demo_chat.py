@@ -43,10 +43,10 @@ CHECKPOINTS: Final = 4  # places in the text at which memory and time are shown
 CHAT: Final = Wording(
     intro_one="Read this text carefully, for I shall ask about it.\n",
     intro_many=RULER.intro_many,
-    needle="The magic {one} of {key} is {value}.",
-    question_one="\n\nWhat is the magic {one} of {query}?",
+    needle="The magic number of {key} is {value}.",
+    question_one="\n\nWhat is the magic number of {query}?",
     question_many=RULER.question_many,
-    prefix_one="The magic {one} of {query} is",
+    prefix_one="The magic number of {query} is",
     prefix_many=RULER.prefix_many,
 )
 
@@ -96,7 +96,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The cache when `tokens` of the text are read. `ms` is the time per token since the checkpoint before.
+    """The cache when `tokens` of the text are read. `ms` is the time per token since the last checkpoint.
 
     `recall_bytes` are those of evicted tokens in the host's memory, outside of the slots.
     """
@@ -147,7 +147,7 @@ def label_of(options: CacheOptions) -> str:
     """The name of a cache in the table."""
     if options.budget is None:
         return "full cache"
-    return f"{options.budget} slots" + (f" + {options.recall} recalled" if options.recall else "")
+    return f"{options.budget} + {options.recall} recalled" if options.recall else f"{options.budget} slots"
 
 
 def read_and_reply(
@@ -156,19 +156,19 @@ def read_and_reply(
     """Read the novel, and then the question, and reply."""
     cache, ids, label = KVCache.from_options(model, options), chat.ids(tokenizer), label_of(options)
     checkpoints: list[Checkpoint] = []
-    started, before = time.perf_counter(), 0
-
-    def progress(done: int, total: int) -> None:
-        nonlocal started, before
-        bar(done, total)
-        if done * CHECKPOINTS >= total * (len(checkpoints) + 1):
-            now = time.perf_counter()
-            ms = 1_000 * (now - started) / (done - before)
-            checkpoints.append(Checkpoint(done, cache.bytes_held, cache.recall_bytes, ms))
-            started, before = now, done
-
+    part = -(-len(ids) // CHECKPOINTS // CHUNK) * CHUNK  # whole chunks: the text is read as it would be in one piece
     with Bar(f"{label}:", len(ids)) as bar:
-        generate.prefill(model, cache, [ids], progress)
+        for start in range(0, len(ids), part):
+            tokens, started = ids[start : start + part], time.perf_counter()
+            generate.prefill(model, cache, [tokens], lambda done, _, start=start: bar(start + done, len(ids)))
+            checkpoints.append(
+                Checkpoint(
+                    tokens=start + len(tokens),
+                    bytes_held=cache.bytes_held,
+                    recall_bytes=cache.recall_bytes,
+                    ms=1_000 * (time.perf_counter() - started) / len(tokens),
+                )
+            )
     [result] = generate.generate(model, tokenizer, [chat.asking(tokenizer)], cache, 12)
     reply = chat.question.prefix + result.text
     return ChatRow(
@@ -189,8 +189,8 @@ def growth_table(rows: Sequence[ChatRow]) -> Table:
     for checkpoint in rows[0].checkpoints:
         shown.add_column(f"{checkpoint.tokens:,}", justify="right", no_wrap=True)
     for row in rows:
-        for head, (what, cells) in zip((row.label, "", ""), _lines(row), strict=False):
-            shown.add_row(head, what, *cells)
+        for index, (measure, cells) in enumerate(_lines(row)):
+            shown.add_row("" if index else row.label, measure, *cells)
     return shown
 
 
