@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # the annotations of fields are not read at run time, where n
     from windlass.positions.modes import PositionMode
     from windlass.stores.base import Store
 
+    HalfOrCount = int  # as it is held: half of the budget may be given as a word
+
 DEFAULT_RECALL_STORE: Final = "int4"
 MAX_DEFAULT_WINDOW: Final = 64
 # Names that a shell completes to, without an import of what they name; a test compares them.
@@ -219,7 +221,7 @@ class CacheOptions:
             label=lambda options: NO_MERGE if options.merge is None else str(options.merge),
         )
     )
-    recall: int = declared(
+    recall: HalfOrCount = declared(
         Option(
             0,
             f"Evicted tokens that each step reads again beside the budget, those that matter most to it, in a multiple "

