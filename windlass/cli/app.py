@@ -216,12 +216,11 @@ def demo(
     """
     with loading():
         from windlass.cli import demo as run
-        from windlass.cli import demo_chat
 
     asked = run.Options(depth=depth, budget=budget, policy=policy, text=text, seed=seed, threads=threads, length=length)
     with terminal.quiet(is_json):
-        file = demo_chat.chosen(model)
-    return run.demo(asked, is_json) if file is None else demo_chat.demo(file, asked, is_json)
+        file = run.smollm2_file(model)
+    return run.demo(asked, is_json) if file is None else run.chat_demo(file, asked, is_json)
 
 
 for each in (generate.generate, generate.chat, generate.cache):
