@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -69,8 +70,7 @@ def test_without_it_the_shipped_model_is_chosen(capsys: pytest.CaptureFixture[st
 
 def test_a_file_that_nothing_reads_is_not_chosen(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wheel.exists()
-    find = demo.find_spec
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "gguf" else find(name))
+    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "gguf" else find_spec(name))
     assert demo.gguf_file() == wheel
     assert demo.smollm2_file(None) is None
 

@@ -299,7 +299,7 @@ class CacheOptions:
             shares=shares_of(self.shares),
         )
         check_fields(self)
-        if self.recall == HALF:
+        if vars(self)["recall"] == HALF:
             vars(self).update(recall=half_of(self.budget))
         _check_room(self.limits)
         if self.shares is not None:

@@ -503,7 +503,7 @@ def read_and_reply(
     with Bar(f"{label}:", len(ids)) as bar:
         for start in range(0, len(ids), part):
             tokens, started = ids[start : start + part], time.perf_counter()
-            generate.prefill(model, cache, [tokens], lambda done, _, start=start: bar(start + done, len(ids)))
+            generate.prefill(model, cache, [tokens], partial(_go_on, bar, start))
             checkpoints.append(
                 Checkpoint(
                     tokens=start + len(tokens),
@@ -522,6 +522,10 @@ def read_and_reply(
         reply=reply.partition("\n")[0],
         is_found=chat.question.expected[0] in result.text,
     )
+
+
+def _go_on(bar: Bar, start: int, done: int, _: int) -> None:
+    bar(start + done, bar.total)
 
 
 def growth_table(rows: Sequence[ChatRow]) -> Table:

@@ -183,7 +183,7 @@ class BareOptionCommand(TyperCommand):
         """Parse `args`, in which the missing values are filled in."""
         end = args.index("--") if "--" in args else len(args)
         filled = []
-        for flag, following in zip(args[:end], [*args[1:end], ""], strict=True):
+        for flag, following in zip(args[:end], [*args[1:end], ""], strict=False):
             filled.append(flag)
             if flag in self.alone and not self.is_value(flag, following):
                 filled.append(self.alone[flag])
