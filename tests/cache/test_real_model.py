@@ -119,7 +119,7 @@ class Pair:
         return torch.tensor([[self.draw.randint(5, WORDS) for _ in range(columns)] for _ in self.rows])
 
     def feed(self, lengths: list[int]) -> None:
-        """A pass, padded on the left; all its logits are those of the plain model."""
+        """A pass, padded on the left, whose logits are all those of the plain model."""
         columns = max(*lengths, 1)
         ids, mask = self.words(columns), torch.tensor([[0] * (columns - n) + [1] * n for n in lengths])
         with torch.no_grad():

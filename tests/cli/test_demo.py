@@ -52,7 +52,7 @@ def _few_facts(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
     def go(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-        code = main(("demo", *arguments))
+        code = main(("demo", "--model", "finder-3m", *arguments))
         return code, *capsys.readouterr()
 
     return go

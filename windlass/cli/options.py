@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import version
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Final, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Final, get_args, get_origin
 
 import typer
 from typer import Argument, BadParameter, Context, Option
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError, WindlassError
@@ -102,7 +102,7 @@ def typer_option(option: DeclaredOption) -> Any:
         envvar=option.variable,
         help=option.described,
         show_default=False,
-        metavar=option.metavar or ("INTEGER" if option.words else None),
+        metavar=option.metavar or (("[INTEGER]" if option.alone else "INTEGER") if option.words else None),
         parser=number_or_word(option) if option.words else None,
         autocompletion=names_of(option.names) if option.names else None,
     )
@@ -168,6 +168,32 @@ class CommandGroup(TyperGroup):
 
 
 CACHE: Final = field_info(CacheOptions)
+
+
+class BareOptionCommand(TyperCommand):
+    """A command with options that may stand without a value, which Typer has no word for.
+
+    A number that follows is the value of such an option, another text only if it is one of the option's words.
+    """
+
+    alone: ClassVar[Mapping[str, str]] = {f"--{name}": each.alone for name, each in CACHE.items() if each.alone}
+    """The value of each option where none follows."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse `args`, in which the missing values are filled in."""
+        end = args.index("--") if "--" in args else len(args)
+        filled = []
+        for flag, following in zip(args[:end], [*args[1:end], ""], strict=False):
+            filled.append(flag)
+            if flag in self.alone and not self.is_value(flag, following):
+                filled.append(self.alone[flag])
+        return super().parse_args(ctx, [*filled, *args[end:]])
+
+    def is_value(self, flag: str, following: str) -> bool:
+        """Return True if `following`, which is empty at the end, is the value of `flag`."""
+        return re.match(r"-?\d", following) is not None or following in CACHE[flag.removeprefix("--")].words
+
+
 CacheValues = Annotated[dict[str, Any], CacheOptions]
 """The options of a cache that were given, by name: all else is decided by the defaults, or a prompt cache."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.describe import beyond_note, reading_now
-from windlass.cache.options import CacheOptions
+from windlass.cache.options import CacheOptions, half_of
 from windlass.cache.recall import POSITIONS
 from windlass.cache.state import CacheState
 from windlass.cli.options import LoadOptions, number_or_word
@@ -35,6 +35,7 @@ from windlass.core.fields import Option, field_info
 from windlass.core.files import check_regular
 from windlass.core.parse import (
     AUTO,
+    HALF,
     MAX_NUMBER,
     SYSTEM,
     check_max_tokens,
@@ -76,17 +77,23 @@ def recording(path: Path | None, cache: CacheState, tokenizer: PreTrainedTokeniz
     note(f"{path} written; `windlass view {path}` shows it")
 
 
-HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+HALF_PRECISION = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+EVICTION_COST: Final = (
+    "on SmolLM2-135M, KeyDiff found 13 of 48 facts in 1,000 tokens at a quarter of the tokens, 42 with --recall, and "
+    "the full cache 44 (docs/results/smollm2.md)"
+)
 
 
 class Choices:
-    """Reports once how a text beyond its budget or the trained length is kept and read.
+    """Reports once how a text beyond its budget or the trained length is kept and read, and once the cost of eviction.
 
     `given` are the options that the user named, which are not reported again.
     """
 
     def __init__(self, cache: KVCache, given: Collection[str]) -> None:
-        self._cache, self._given, self._is_told = cache, given, False
+        self._cache, self._given, self._is_told, self._is_cost_told = cache, given, False, False
 
     def tell(self) -> None:
         """To be called whenever tokens were read or written."""
@@ -94,6 +101,18 @@ class Choices:
         if line is not None:
             self._is_told = True
             note(f"windlass: note: {line}")
+        line = None if self._is_cost_told else eviction_cost(self._cache)
+        if line is not None:
+            self._is_cost_told = True
+            note(f"windlass: note: {line}")
+
+
+def eviction_cost(cache: KVCache) -> str | None:
+    """The cost of evicting more than half of the tokens without recall, as measured, or None before that."""
+    tokens, budget, options = max(cache.tokens_seen), cache.budget, cache.options
+    if budget is None or tokens <= 2 * budget or options.recall or options.merge is not None:
+        return None
+    return f"{tokens - budget:,} of {tokens:,} tokens are evicted, and their facts with them; {EVICTION_COST}"
 
 
 def chosen(cache: KVCache, given: Collection[str]) -> str | None:
@@ -114,9 +133,9 @@ def chosen(cache: KVCache, given: Collection[str]) -> str | None:
 
 def dtype_note(asked: str, dtype: torch.dtype, device: torch.device) -> str | None:
     """A note that a CPU computes in half precision because weights are stored so, or None if not needed."""
-    if asked != AUTO or device.type != "cpu" or dtype not in HALF:
+    if asked != AUTO or device.type != "cpu" or dtype not in HALF_PRECISION:
         return None
-    return f"computed in {HALF[dtype]}, as the weights are stored; --dtype float32 is more exact"
+    return f"computed in {HALF_PRECISION[dtype]}, as the weights are stored; --dtype float32 is more exact"
 
 
 class OutputMode(Enum):
@@ -188,13 +207,15 @@ def open_session(
     """
     path = prompt_cache_file
     numbers = {name: value for name, value in given.items() if isinstance(value, int)}
+    is_half = given.get("recall") == HALF
     if path is None:
         asked = cache_options(given)
     else:  # numbers are checked together, and those that were not given are the file's
         if not path.exists():
             raise UsageError(f"prompt cache {path} is not there; make it with `windlass cache`")
         check_regular(path, "prompt cache")
-        asked = CacheOptions(**{name: value for name, value in given.items() if name not in numbers})
+        own = {*numbers, "recall"} if is_half else {*numbers}
+        asked = CacheOptions(**{name: value for name, value in given.items() if name not in own})
     if load.threads is not None:
         torch.set_num_threads(load.threads)
     started = time.perf_counter()
@@ -208,6 +229,8 @@ def open_session(
         return Session(model, tokenizer, KVCache.from_options(model, asked), frozenset(given), load_s)
     policy = asked.policy if "policy" in given else None
     cache = KVCache.load(path, model, policy=policy, recall_folder=asked.recall_folder, tokenizer=tokenizer)
+    if is_half:
+        numbers["recall"] = half_of(cache.options.budget)
     wanted = {name: label for name, label in (asked.labels() | numbers).items() if name in given}
     _check_same(path, wanted, cache.options.labels())
     if "shares" in given and asked.shares != cache.options.shares:

@@ -114,7 +114,7 @@ class Bar:
     """
 
     def __init__(self, label: str, total: int, unit: str = "tokens") -> None:
-        self.done, self._total, self._unit = 0, total, unit
+        self.done, self.total, self._unit = 0, total, unit
         self._started = self._latest = time.perf_counter()
         self._progress = progress(unit)
         self._task = self._progress.add_task(label, total=total)
@@ -129,7 +129,7 @@ class Bar:
         self._progress.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        self.done, self._total, self._latest = done, total, time.perf_counter()
+        self.done, self.total, self._latest = done, total, time.perf_counter()
         self._progress.update(self._task, completed=done, total=total)
         if done == total:
             # The text that follows must not be drawn over by the bar's own thread.
@@ -138,12 +138,12 @@ class Bar:
     @property
     def is_whole(self) -> bool:
         """Return True if all is read."""
-        return self.done == self._total
+        return self.done == self.total
 
     @property
     def told(self) -> str:
         """How much is read."""
-        return f"{self.done:,} of {self._total:,} {self._unit}"
+        return f"{self.done:,} of {self.total:,} {self._unit}"
 
     @property
     def tokens_per_s(self) -> float:

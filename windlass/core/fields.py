@@ -19,6 +19,7 @@ class Option:
 
     `kind` is `int`, `float`, or `str` for a text that stands for an object. A number is from `least` to `most`, or
     above `least` if `is_above`. `off` is the number that disables the option. `words` are taken in place of a number.
+    `alone` is the word that the command line takes where no value follows.
     `usual` tells the default, where its value does not. `names` are those that a shell completes to.
 
     On the command line the option has further `flags`, and a `metavar`, but only if `is_typed`. `label` is the value in
@@ -33,6 +34,7 @@ class Option:
     is_above: bool = False
     off: int | float | None = None
     words: tuple[str, ...] = ()
+    alone: str = ""
     usual: str = ""
     names: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()

@@ -23,6 +23,7 @@ AUTO: Final = "auto"  # of a policy, a mode, a number type or a device: it is ch
 NO_MERGE: Final = "none"  # the label of a cache that drops what it evicts
 NO_SHARES: Final = "none"
 NO_RECALL: Final = "none"
+HALF: Final = "half"  # of the budget
 
 
 @dataclass(frozen=True)

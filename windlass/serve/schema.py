@@ -100,7 +100,12 @@ def _of_option(option: Option) -> Any:  # of the type that the field is annotate
 
 def _of_cache(name: str, most: int) -> Any:
     """The field of an option of a cache, which a request may set up to `most`."""
-    return _of_option(replace(CACHE[name], default=None, usual="the server's", most=most))
+    return _of_option(replace(_of_server(name), most=most))
+
+
+def _of_server(name: str) -> Option:
+    """An option of a cache that is the server's by default."""
+    return replace(CACHE[name], default=None, usual="the server's")
 
 
 def text_of_json(value: Any) -> Any:
@@ -212,7 +217,9 @@ class CacheFields(Body):
         BeforeValidator(_such(lambda given: given is not True, STORES_NOTHING)),
     ] = None
     """Format of cached keys and values; false is OpenAI's, and changes nothing."""
-    recall: int | None = _of_cache("recall", 1 << 16)
+    recall: Annotated[int, Field(ge=CACHE["recall"].least, le=1 << 16)] | Literal["half"] | None = Field(
+        None, description=_of_server("recall").described
+    )
     sinks: Literal["system"] | Annotated[int, Field(ge=CACHE["sinks"].least, le=4096)] | None = None
     """First tokens that are never evicted; `system`: those of the system message."""
     window: int | None = _of_cache("window", 1 << 16)
