@@ -2,13 +2,12 @@
 
     PYTHONPATH=benchmarks python -m quality.real_model MODEL NOVEL NOVEL [--minutes M] [--write docs/results/smollm2.md]
 
-Any two text files serve. Each finished cell is a line of `--results`, and a cell that stands there is not measured again.
-Cells come in the order of their use, so that the first minutes fill the tables that matter most.
+Any two text files serve. Each finished cell is a line of `--results`, and is not measured again. Cells come in the order
+of their use, so that the first minutes fill the tables that matter most. OMP_NUM_THREADS sets the threads.
 """
 
 import argparse
 import json
-import os
 import sys
 import time
 from dataclasses import dataclass, field
@@ -17,16 +16,19 @@ from typing import Any
 
 import torch
 from machine import machine
-
 from quality import real_page
+from quality.real_page import FULL, PIN
 from quality.real_tasks import PINNED, Material, chats, facts, streamed
+
 from windlass import CacheOptions, load
+from windlass.core.parse import DEFAULT_SINKS
 from windlass.policies import NAMES, ModelSpecific, OneShot, find
 
 RESULTS = Path(__file__).parents[1] / "results" / "smollm2.jsonl"
-FULL, PIN = "full cache", "Random, prompt pinned"
+RECALLED = "KeyDiff, half recalled"
 KEY = ("table", "row", "tokens", "budget", "chunk", "part")
-UNIFORM = "random(keep_prompt=False)"
+UNIFORM = {"policy": "random(keep_prompt=False)"}
+Variants = dict[str, dict[str, Any]]  # options of `CacheOptions` by row; `half` recalls half of the budget
 MERGES = ("mean_count", "mean_count(next)")
 STORES = ("int8", "int4")
 MODES = ("auto", "original", "compact", "clamp(8192)")
@@ -36,8 +38,7 @@ MODES = ("auto", "original", "compact", "clamp(8192)")
 class Cell:
     """One measurement: a row of a table, `tokens` of each text, and the arguments of `CacheOptions`.
 
-    `budget` is the whole working set, in slots. Where `options` recall, half of it is recalled. `part` numbers the
-    sample of texts.
+    `budget` is the whole working set, in slots. `part` numbers the sample of texts.
     """
 
     table: str
@@ -70,72 +71,45 @@ class Cell:
         return streamed(material, self.made(), self.tokens, self.part, self.table == "agreement")
 
 
-def streaming_policies() -> dict[str, str]:
-    """Every policy that evicts as it reads and needs no file, by its label."""
-    kinds = {name: kind for name, kind in NAMES.items() if name not in ("random", "recent", "key_diff")}
+def streaming_policies() -> Variants:
+    """Every policy that evicts as it reads and needs no file or training, with its usual numbers."""
+    kinds = {name: kind for name, kind in NAMES.items() if name not in ("random", "recent")}
     found = {k.__name__: n for n, k in kinds.items() if not find(k(), OneShot) and not find(k(), ModelSpecific)}
-    return {"KeyDiff": "key_diff", "Recent": "recent"} | found
+    return {row: {"policy": spec} for row, spec in found.items()}
+
+
+def beside(table: str, tokens: int, budget: int, variants: Variants, chunk: int = 64, part: int = 0) -> list[Cell]:
+    """The full cache, these rows, and the controls: `Recent`, `Random`, and that with pinned tokens."""
+    sinks = {"stream": PINNED, "agreement": PINNED, "facts": DEFAULT_SINKS, "chats": "system"}[table]
+    controls = {"Recent": {"policy": "recent"}, "Random": UNIFORM, PIN: {**UNIFORM, "sinks": sinks}}
+    rows = [Cell(table, row, tokens, budget, chunk, part, each) for row, each in {**variants, **controls}.items()]
+    return [Cell(table, FULL, tokens, None, part=part), *rows]
 
 
 def cells() -> list[Cell]:
     """All cells, the most useful first."""
-    pinned = {"policy": UNIFORM, "sinks": PINNED}
-    core = {"KeyDiff": "key_diff", "Recent": "recent", "LagKV": "lag_kv", "SnapKV": "snapkv", "Random": UNIFORM}
-
-    def stream(budget: int, chunk: int, names: dict[str, str]) -> list[Cell]:
-        tokens = max(1536, 3 * budget)
-        rows = [Cell("stream", FULL, tokens, None)]
-        rows += [Cell("stream", row, tokens, budget, chunk, options={"policy": spec}) for row, spec in names.items()]
-        rows.append(Cell("stream", PIN, tokens, budget, chunk, options=pinned))
-        half = {"policy": "key_diff", "half": True}
-        return [*rows, Cell("stream", "KeyDiff, half recalled", tokens, budget, chunk, options=half)]
-
-    def find_facts(tokens: int, factor: int, part: int, names: dict[str, str]) -> list[Cell]:
-        budget = tokens // factor
-        rows = [Cell("facts", FULL, tokens, None, part=part)]
-        half = {"policy": "key_diff", "half": True}
-        rows += [Cell("facts", "KeyDiff, half recalled", tokens, budget, part=part, options=half)]
-        for row, spec in {**names, PIN: UNIFORM}.items():
-            rows.append(Cell("facts", row, tokens, budget, part=part, options={"policy": spec}))
-        return rows
-
-    def talk(part: int) -> list[Cell]:
-        rows = [Cell("chats", FULL, 0, None, part=part)]
-        for row, options in {
-            "KeyDiff": {"policy": "key_diff"},
-            "KeyDiff, system text pinned": {"policy": "key_diff", "sinks": "system"},
-            "Recent": {"policy": "recent"},
-            "Random": {"policy": UNIFORM},
-            PIN: {"policy": UNIFORM, "sinks": "system"},
-            "KeyDiff, half recalled": {"policy": "key_diff", "half": True},
-        }.items():
-            rows.append(Cell("chats", row, 0, 256, part=part, options=options))
-        return rows
-
-    def variants(options: dict[str, dict[str, Any]], tokens: int = 1536, table: str = "stream") -> list[Cell]:
-        controls = {"Recent": {"policy": "recent"}, "Random": {"policy": UNIFORM}, PIN: pinned}
-        rows = {"KeyDiff": {"policy": "key_diff"}, **options, **controls}
-        return [Cell(table, FULL, tokens, None)] + [Cell(table, r, tokens, 256, options=o) for r, o in rows.items()]
-
-    changes: dict[str, dict[str, Any]] = {f"KeyDiff, {rule}": {"merge": rule} for rule in MERGES}
+    policies = streaming_policies()
+    few = {"KeyDiff": policies["KeyDiff"], RECALLED: {"half": True}}
+    core = few | {name: policies[name] for name in ("LagKV", "SnapKV")}
+    changes: Variants = {f"KeyDiff, {rule}": {"merge": rule} for rule in MERGES}
     changes |= {f"KeyDiff, {store}": {"store": store} for store in STORES}
-    modes = {f"KeyDiff, {mode}": {"positions": mode} for mode in MODES}
-    few = {name: core[name] for name in ("KeyDiff", "Recent", "Random")}
-    ordered = stream(256, 64, core) + find_facts(1000, 4, 0, few) + variants(changes) + talk(0)
-    ordered += find_facts(1000, 2, 0, few) + find_facts(1000, 8, 0, few) + stream(256, 8, few)
-    ordered += variants({"KeyDiff, half recalled": {"half": True}}, 1024, "agreement")
-    for factor in (4, 2, 8):
-        ordered += find_facts(1000, factor, 1, few) + find_facts(1000, factor, 0, core)
-    ordered += stream(256, 64, streaming_policies()) + stream(256, 8, core)
-    for factor in (4, 8, 2):
-        ordered += find_facts(4000, factor, 0, few)
-    ordered += variants(modes, 12_288)
+    modes: Variants = {f"KeyDiff, {mode}": {"positions": mode} for mode in MODES}
+    talks = few | {"KeyDiff, system text pinned": {"sinks": "system"}}
+    ordered = beside("stream", 1536, 256, core) + beside("facts", 1000, 250, few)
+    ordered += beside("stream", 1536, 256, changes) + beside("chats", 0, 256, talks)
+    ordered += beside("facts", 1000, 500, few) + beside("facts", 1000, 125, few)
+    ordered += beside("stream", 1536, 256, few, 8) + beside("agreement", 1024, 256, few)
     for part in range(4):
-        for factor in (4, 2, 8):
-            ordered += find_facts(1000, factor, part, core)
+        ordered += [cell for budget in (250, 500, 125) for cell in beside("facts", 1000, budget, few, part=part)]
+        if part == 1:
+            ordered += beside("stream", 1536, 256, policies) + beside("stream", 1536, 256, core, 8)
+            ordered += [cell for budget in (1000, 500, 2000) for cell in beside("facts", 4000, budget, few)]
+            ordered += beside("stream", 12_288, 256, modes)
+        ordered += [cell for budget in (250, 500, 125) for cell in beside("facts", 1000, budget, core, part=part)]
     for budget in (128, 512, 1024):
-        ordered += stream(budget, 64, core) + stream(budget, 8, few)
-    ordered += talk(1) + find_facts(7000, 8, 0, few) + find_facts(2000, 4, 0, few)
+        tokens = max(1536, 3 * budget)
+        ordered += beside("stream", tokens, budget, core) + beside("stream", tokens, budget, few, 8)
+    ordered += beside("chats", 0, 256, talks, part=1) + beside("facts", 7000, 875, few)
     keys = [cell.key for cell in ordered]
     return [cell for at, cell in enumerate(ordered) if keys.index(cell.key) == at]
 
@@ -150,17 +124,16 @@ def run(material: Material, wanted: list[Cell], results: Path, minutes: float) -
     began = time.monotonic()
     done = {tuple(line[name] for name in KEY) for line in lines_of(results)}
     for cell in wanted:
+        start = time.monotonic()
+        if start - began > 60 * minutes:
+            return
         if cell.key in done:
             continue
-        if time.monotonic() - began > 60 * minutes:
-            return
-        start = time.monotonic()
         line = {"kind": "smollm2", **dict(zip(KEY, cell.key, strict=True)), **cell.measured(material)}
         line |= {"seconds": round(time.monotonic() - start, 1), **machine(torch.get_num_threads())}
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        shown = {name: each for name, each in line.items() if name in (*KEY, "found", "n", "kl", "seconds")}
-        print(shown, file=sys.stderr, flush=True)
+        print({name: line[name] for name in (*KEY, "seconds")}, file=sys.stderr, flush=True)
 
 
 def main() -> None:
@@ -171,9 +144,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no cell after so many (600)")
     parser.add_argument("--results", type=Path, default=RESULTS, help="file of finished cells")
     parser.add_argument("--write", type=Path, help="write the page here")
-    parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", 1)), help="CPU threads")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
     if options.minutes > 0:
         model, tokenizer = load(options.model, "bfloat16")
         run(Material.of(model, tokenizer, options.novels), cells(), options.results, options.minutes)

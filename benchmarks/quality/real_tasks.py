@@ -22,7 +22,7 @@ PINNED = 32  # tokens at the start of a novel that stand for a prompt where ther
 TURNS, REPLY = 16, 24
 INTRO = "Read this text carefully, for I shall ask about it.\n\n"
 RULE = 'You are a helpful assistant. Every answer must begin with the word "{word}" and be one sentence long.'
-TOPICS = "tea rain bread cats trains music winter bees chess maps coffee gardens clocks rivers painting wool".split()
+TOPICS = ("tea", "rain", "bread", "cats", "trains", "music", "winter", "bees", "chess", "maps", "coffee", "wool")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,9 @@ def streamed(material: Material, options: CacheOptions, tokens: int, part: int, 
                 divergences.append((wanted.exp() * (wanted - ours)).sum(-1))
                 agreed.append((wanted.argmax(-1) == ours.argmax(-1)).float())
     whole = torch.cat(losses, 1)
-    found: dict[str, object] = {"blocks": [[round(float(each.mean()), 4) for each in row.split(BLOCK)] for row in whole]}
+    found: dict[str, object] = {
+        "blocks": [[round(float(each.mean()), 4) for each in row.split(BLOCK)] for row in whole]
+    }
     if full is not None:
         kl, same = torch.cat(divergences, 1), torch.cat(agreed, 1)
         found |= {"kl": float(kl.mean()), "same": float(same.mean()), "n": kl.numel()}
