@@ -1,9 +1,9 @@
 """Evidence on a real language model: `docs/results/smollm2.md`, made by one command that can be resumed.
 
-    PYTHONPATH=benchmarks python -m quality.real_model MODEL NOVEL NOVEL [--minutes M] [--write docs/results/smollm2.md]
+    PYTHONPATH=benchmarks python -m quality.real_model MODEL NOVEL NOVEL [--minutes M] [--write PAGE]
 
-Any two text files serve. Each finished cell is a line of `--results`, and is not measured again. Cells come in the order
-of their use, so that the first minutes fill the tables that matter most. OMP_NUM_THREADS sets the threads.
+Each finished cell is a line of `--results`, and is not measured again. Cells come in the order of their use: the first
+minutes fill the tables that matter most. Any two text files serve. OMP_NUM_THREADS sets the threads.
 """
 
 import argparse
@@ -29,17 +29,13 @@ RECALLED = "KeyDiff, half recalled"
 KEY = ("table", "row", "tokens", "budget", "chunk", "part")
 UNIFORM = {"policy": "random(keep_prompt=False)"}
 Variants = dict[str, dict[str, Any]]  # options of `CacheOptions` by row; `half` recalls half of the budget
-MERGES = ("mean_count", "mean_count(next)")
-STORES = ("int8", "int4")
+MERGES, STORES = ("mean_count", "mean_count(next)"), ("int8", "int4")
 MODES = ("auto", "original", "compact", "clamp(8192)")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: a row of a table, `tokens` of each text, and the arguments of `CacheOptions`.
-
-    `budget` is the whole working set, in slots. `part` numbers the sample of texts.
-    """
+    """One row of a table, on the sample `part` of texts. `budget` is the whole working set, in slots."""
 
     table: str
     row: str
@@ -58,8 +54,8 @@ class Cell:
         """The options of the cache."""
         given = {"budget": self.budget, "chunk": self.chunk} | self.options
         if given.pop("half", False):
-            recall = (self.budget or 0) // 16 * 8
-            given |= {"budget": (self.budget or 0) - recall, "recall": recall}
+            given["recall"] = given["budget"] // 16 * 8
+            given["budget"] -= given["recall"]
         return CacheOptions(**given)
 
     def measured(self, material: Material) -> dict[str, object]:
@@ -91,8 +87,9 @@ def cells() -> list[Cell]:
     policies = streaming_policies()
     few = {"KeyDiff": policies["KeyDiff"], RECALLED: {"half": True}}
     core = few | {name: policies[name] for name in ("LagKV", "SnapKV")}
-    changes: Variants = {f"KeyDiff, {rule}": {"merge": rule} for rule in MERGES}
-    changes |= {f"KeyDiff, {store}": {"store": store} for store in STORES}
+    changes: Variants = {f"KeyDiff, {x}": {"merge": x} for x in MERGES} | {
+        f"KeyDiff, {x}": {"store": x} for x in STORES
+    }
     modes: Variants = {f"KeyDiff, {mode}": {"positions": mode} for mode in MODES}
     talks = few | {"KeyDiff, system text pinned": {"sinks": "system"}}
     ordered = beside("stream", 1536, 256, core) + beside("facts", 1000, 250, few)
@@ -125,9 +122,7 @@ def run(material: Material, wanted: list[Cell], results: Path, minutes: float) -
     done = {tuple(line[name] for name in KEY) for line in lines_of(results)}
     for cell in wanted:
         start = time.monotonic()
-        if start - began > 60 * minutes:
-            return
-        if cell.key in done:
+        if cell.key in done or start - began > 60 * minutes:
             continue
         line = {"kind": "smollm2", **dict(zip(KEY, cell.key, strict=True)), **cell.measured(material)}
         line |= {"seconds": round(time.monotonic() - start, 1), **machine(torch.get_num_threads())}
@@ -149,7 +144,7 @@ def main() -> None:
         model, tokenizer = load(options.model, "bfloat16")
         run(Material.of(model, tokenizer, options.novels), cells(), options.results, options.minutes)
     if options.write:
-        names = [file.stem.replace("_", " ") for file in options.novels]
+        names = [file.stem for file in options.novels]
         options.write.write_text(real_page.page(lines_of(options.results), len(cells()), names))
 
 

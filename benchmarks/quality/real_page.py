@@ -68,8 +68,7 @@ def blocks(line: Line, past: int) -> list[float]:
 def above(line: Line, full: Line) -> tuple[float, float, int]:
     """Loss above the full cache in nats per token, half of its 95 % interval, and the number of blocks.
 
-    The blocks are those of the same tokens, in pairs, past the budget and the first 512 tokens. Both runs must have
-    read the same texts. With fewer than two blocks the interval is infinite.
+    Blocks of the same tokens are paired, past the budget and the first 512 tokens. One block has an infinite interval.
     """
     past = max(512, line["budget"] or 0)
     pairs = zip(blocks(line, past), blocks(full, past), strict=True)
@@ -166,19 +165,22 @@ def page(lines: Sequence[Line], wanted: int, novels: Sequence[str]) -> str:
         f"torch {x['torch']}, {x['date']}"
         for x in lines
     )
-    ran, texts = "; ".join(machines) or "Nothing has run", " and ".join(f"*{name}*" for name in novels)
+    ran, texts = (
+        " and ".join(machines) or "Nothing has run",
+        " and ".join(f"*{name.replace('_', ' ')}*" for name in novels),
+    )
     head = HEAD.format(novels=texts, machines=ran, done=len(lines), wanted=wanted, pinned=PINNED)
     sizes = sorted({(x["budget"], x["tokens"]) for x in lines if x["table"] == "stream" and x["budget"]})
     lengths = sorted({x["tokens"] for x in lines if x["table"] == "facts"})
-    far = [(budget, tokens) for budget, tokens in sizes if tokens > TRAINED]
+    far, near = ([size for size in sizes if (size[1] > TRAINED) == is_far] for is_far in (True, False))
+    changed = {f"KeyDiff, {name}" for name in ("mean_count", "int8", "int4")}
     few = {KEY_DIFF, *CONTROLS}
     parts = [
         [finding(lines, tokens) for tokens in lengths],
         [merged(lines), streaming(lines, 1536, 256, lambda row: row in few or "mean" in row)],
         [
-            streaming(lines, b, a, lambda row: "mean" not in row and "int" not in row)
-            for a, b in sizes
-            if (a, b) not in far
+            streaming(lines, tokens, budget, lambda row: "(" not in row and row not in changed)
+            for budget, tokens in near
         ],
         [chatting(lines)],
         [streaming(lines, 1536, 256, lambda row: row in few or "int" in row)],

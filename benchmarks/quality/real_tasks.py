@@ -70,10 +70,8 @@ def streamed(material: Material, options: CacheOptions, tokens: int, part: int, 
             if start >= tokens // 2:
                 divergences.append((wanted.exp() * (wanted - ours)).sum(-1))
                 agreed.append((wanted.argmax(-1) == ours.argmax(-1)).float())
-    whole = torch.cat(losses, 1)
-    found: dict[str, object] = {
-        "blocks": [[round(float(each.mean()), 4) for each in row.split(BLOCK)] for row in whole]
-    }
+    means = [[round(float(each.mean()), 4) for each in row.split(BLOCK)] for row in torch.cat(losses, 1)]
+    found: dict[str, object] = {"blocks": means}
     if full is not None:
         kl, same = torch.cat(divergences, 1), torch.cat(agreed, 1)
         found |= {"kl": float(kl.mean()), "same": float(same.mean()), "n": kl.numel()}
@@ -97,11 +95,10 @@ def facts(material: Material, options: CacheOptions, tokens: int, part: int, is_
         ends = [at + 1 for at, token in enumerate(body[: -len(fact)]) if str(tokenizer.decode([token])).endswith(".")]
         place = min(ends or [0], key=lambda end, row=row: abs(end - (row + 0.5) / FACT_ROWS * len(body)))
         prompts.append(head + body[:place] + fact + body[place : len(body) - len(fact)])
-        question = f"\n\nWhat is the magic {kind} of {name}?"
-        asked.append(templates.rest(tokenizer, question) + f"The magic {kind} of {name} is")
+        question = templates.rest(tokenizer, f"\n\nWhat is the magic {kind} of {name}?")
+        asked.append(f"{question}The magic {kind} of {name} is")
         values.append(value)
-    if is_pinned:
-        options = replace(options, sinks=len(head))
+    options = replace(options, sinks=len(head)) if is_pinned else options
     cache = KVCache.from_options(material.model, replace(options, batch=FACT_ROWS, rollback=0))
     prefill(material.model, cache, prompts)
     answers = generate(material.model, tokenizer, asked, cache, 12)
@@ -112,10 +109,7 @@ def facts(material: Material, options: CacheOptions, tokens: int, part: int, is_
 
 @torch.inference_mode()
 def chats(material: Material, options: CacheOptions, part: int) -> dict[str, object]:
-    """Replies that begin as the system prompt asks, in conversations of sixteen turns.
-
-    Each turn quotes 48 tokens of a novel and asks about something else. `late` counts the last eight turns.
-    """
+    """Replies that begin as the system prompt asks, while turns quote novels. `late`: in the second half."""
     draw, tokenizer, model = random.Random(f"chats {part}"), material.tokenizer, material.model
     words = [texts.pair(draw).partition("-")[2].title() for _ in range(CHATS)]
     systems = [templates.message("system", RULE.format(word=word)) for word in words]
@@ -129,17 +123,15 @@ def chats(material: Material, options: CacheOptions, part: int) -> dict[str, obj
     for turn in range(TURNS):
         prompts = []
         for row, talk in enumerate(talks):
-            topic = TOPICS[(turn + row) % len(TOPICS)]
-            quoted = " ".join(str(tokenizer.decode(quotes[turn][row])).split())
-            talk.append(templates.message("user", f'I read this: "{quoted}" Now tell me about {topic}.'))
-            following = templates.following(tokenizer, talk, ended[row]) if turn else ""
-            prompts.append(following or templates.opening(tokenizer, talk))
+            topic, quoted = TOPICS[(turn + row) % len(TOPICS)], str(tokenizer.decode(quotes[turn][row])).split()
+            talk.append(templates.message("user", f'I read this: "{" ".join(quoted)}" Now tell me about {topic}.'))
+            text = templates.following(tokenizer, talk, ended[row]) if turn else templates.opening(tokenizer, talk)
+            prompts.append(text)
         replies = generate(model, tokenizer, prompts, cache, REPLY)
         for row, reply in enumerate(replies):
             talks[row].append(templates.message("assistant", reply.text))
             last = str(tokenizer.decode(reply.tokens[-1:]))
             ended[row] = last if last in tokenizer.all_special_tokens else ""
             hits.append(reply.text.strip().strip('"').startswith(words[row]))
-    late = hits[len(hits) // 2 :]
-    seen = max(cache.tokens_seen)
+    late, seen = hits[len(hits) // 2 :], max(cache.tokens_seen)
     return {"found": sum(hits), "n": len(hits), "late": sum(late), "late_n": len(late), "tokens_seen": seen}
