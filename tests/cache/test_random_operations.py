@@ -24,7 +24,7 @@ def test_a_cache_is_what_plain_lists_of_tokens_are(draw: object, operations: lis
 
 @pytest.mark.parametrize("seed", range(8))
 def test_sequences_of_the_long_run(seed: int) -> None:
-    """As `benchmarks/fuzz.py` takes them."""
+    """As `tests/helpers/fuzz.py` takes them."""
     setup, operations = sequence(seed)
     run = Run(setup)
     for operation in operations:

@@ -1,6 +1,6 @@
 """Random operations on caches beside an independent model of them, for as long as one likes.
 
-    python benchmarks/fuzz.py --minutes 30 --jobs 1 --seed 0
+    python -m tests.helpers.fuzz --minutes 30 --jobs 1 --seed 0
 
 Each seed gives one sequence of operations on a cache of some kind, see `tests/helpers/cache_sequences.py`, and
 another job takes other seeds. Prints how many calls were compared, how many lists were cut to their budget, how often
@@ -17,12 +17,9 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))  # the model of a cache is among the tests' helpers
 
 from tests.helpers.cache_model_layer import Difference
 from tests.helpers.cache_operations import Run
