@@ -211,7 +211,7 @@ class CacheFields(Body):
         BeforeValidator(lambda given: None if given is False else given, str | Literal[False]),
         BeforeValidator(_such(lambda given: given is not True, STORES_NOTHING)),
     ] = None
-    """Format of cached keys and values. `false` is OpenAI's value, and changes nothing."""
+    """Format of cached keys and values; false is OpenAI's, and changes nothing."""
     recall: int | None = _of_cache("recall", 1 << 16)
     sinks: Literal["system"] | Annotated[int, Field(ge=CACHE["sinks"].least, le=4096)] | None = None
     """Number of first tokens that are never evicted, or `system` for those of the system message."""
