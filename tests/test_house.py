@@ -14,13 +14,12 @@ ROOMS = (*sorted(f"windlass/{path.parent.name}" for path in (ROOT / "windlass").
 RESULTS = sorted([*(ROOT / "docs" / "results").glob("*.md"), ROOT / "docs" / "log.md"])
 CODE = re.compile(r"`[^`]*`")
 # Docstrings that begin with a banned word, still to be mended: may only fall.
-MOST_BANNED = {"windlass": 2, "tests": 0, "benchmarks": 0}
+MOST_BANNED = {"windlass": 0, "tests": 0, "benchmarks": 0}
 # Docstrings with a semicolon in rooms that are still to be mended: may only fall. Other rooms have none.
 MOST_SEMICOLONS = {
     "windlass/engine": 61,
     "windlass/evals": 19,
     "windlass/kernels": 16,
-    "windlass/serve": 68,
 }
 MOST_README_WORDS, MOST_WORDS_BEFORE_CODE, MOST_GUIDE_WORDS, MOST_GUIDE_PAGES = 600, 60, 15_000, 10
 MOST_BENCHMARK_LINES = 5_000

@@ -1,1 +1,1 @@
-"""HTTP for many clients at once, as OpenAI's API has it. Needs the extra `serve`; nothing else imports this room."""
+"""HTTP for many clients at once, as OpenAI's API has it. Needs the extra `serve`. Only `cli` imports this room."""

@@ -49,7 +49,7 @@ METHODS: Final = ("GET", "POST", "DELETE")
 
 
 class Server:
-    """The routes of one model. `gate` is closed to end; what was admitted is then finished."""
+    """The routes of one model. Once `gate` is closed, no request is admitted, and those under way go on."""
 
     def __init__(self, service: Service, words: PromptTokenizer, settings: ServerSettings) -> None:
         self.service, self.words, self.settings = service, words, settings
@@ -74,7 +74,7 @@ class Server:
         return await self._answer(http, asked, CompletionDocuments(self._head(asked)), texts)
 
     async def respond(self, http: HttpRequest, body: ResponsesRequest) -> Response:
-        """Answer a conversation as OpenAI's Responses API does; nothing is stored."""
+        """Answer a conversation as OpenAI's Responses API does. No answer is stored."""
         self._check_model(body.model)
         messages, chat = await self._beside(body.as_chat)
         asked = await self._beside(partial(self._built_chat, chat, "input", messages, http.scope[TENANT]))
@@ -121,12 +121,12 @@ class Server:
             raise ApiError(404, told, "model", "model_not_found")
 
     async def health(self) -> Response:
-        """Return True if the engine runs; needs no key."""
+        """Answer `ok` while the engine runs, and 503 once it has stopped. The route needs no key."""
         self._check_alive()
         return JsonAnswer({"status": "ok"})
 
     async def ready(self) -> Response:
-        """Return True if requests are taken."""
+        """Answer `ready` while requests are admitted, and 503 otherwise."""
         self._check_alive()
         if not self.gate.is_open:
             raise stopping()
@@ -167,7 +167,7 @@ class Server:
     def _built_chat(
         self, body: ChatRequest, field: str, messages: list[dict[str, Any]], tenant: str
     ) -> GenerationRequest:
-        """The requests of a chat; `field` is the one that its messages came in."""
+        """Return the requests of a chat. `field` names the field that its messages came in."""
         check_conversation(field, messages, self.settings.request.characters)
         tools, choice = body.function_tools, body.choice
         is_demanded = choice not in ("none", "auto")
@@ -249,7 +249,7 @@ class Server:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is JSON, which must come in time; it is parsed and validated in a thread."""
+    """A route that takes its body as JSON. The body must come in time, and a thread parses and validates it."""
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -277,7 +277,10 @@ async def body_of(http: HttpRequest) -> bytes:
 
 
 def parsed(model: Any, body: bytes) -> Any:
-    """Raises: ApiError for what is no JSON; RequestValidationError for what is none of the model."""
+    """Return `body` as an instance of `model`.
+
+    Raises: ApiError if it is no JSON, and RequestValidationError if the model refuses it.
+    """
     try:
         document = from_json(body)
     except ValueError as error:
@@ -333,7 +336,10 @@ async def refused(http: HttpRequest, error: Exception) -> Response:
 
 
 def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
-    """The application, with the `page` that shows caches, if any; an exception of any kind ends in `RequestLog`."""
+    """Return the application, with `page`, which shows caches, if it is given.
+
+    An exception without a handler ends in `RequestLog`.
+    """
     app = FastAPI(
         title="Windlass",
         summary="A fixed-size KV cache for Hugging Face decoders, over OpenAI's API.",
@@ -380,7 +386,10 @@ def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
 
 
 def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The application, whose answers a browser lets pages of these origins read; `*`: all pages, none: no others."""
+    """Return the application. Browsers let pages of these origins read its answers.
+
+    The origin `*` stands for all pages. Without origins, pages from elsewhere cannot read answers.
+    """
     if not origins:
         return app
     # Before a page's own request a browser asks without its key whether that may be sent.

@@ -34,7 +34,7 @@ def of_chat(pieces: Pieces, words: PromptTokenizer, top: int) -> dict[str, Any]:
 
 
 def of_completion(pieces: Pieces, words: PromptTokenizer, top: int) -> dict[str, Any]:
-    """`logprobs` of a choice of a completion, or of a part of it; a prompt's first token has none."""
+    """`logprobs` of a choice of a completion, or of a part of it. A prompt's first token has none."""
     tops: list[dict[str, float] | None] = []
     for piece in pieces:
         if not piece.logprobs:
@@ -75,7 +75,7 @@ def windlass_of(usages: Sequence[Usage], options: Options, left_out: Sequence[st
 
 
 def usage_of(usages: Sequence[Usage], choices: int, options: Options, left_out: Sequence[str] = ()) -> dict[str, Any]:
-    """OpenAI's usage of an answer; `choices` texts share a prompt, which counts once."""
+    """OpenAI's usage of an answer. Each prompt has `choices` texts, and counts once."""
     firsts = usages[::choices]
     prompt, written = sum(each.prompt for each in firsts), sum(each.written for each in usages)
     return {
@@ -91,8 +91,8 @@ def usage_of(usages: Sequence[Usage], choices: int, options: Options, left_out: 
 class PartialText:
     """One text so far.
 
-    `thoughts` parts it from what the model thinks before it, and `calls` reads calls of functions out of the rest; it
-    begins with the prompt where there is an `echo`.
+    `thoughts` splits the model's thought from the text after it, and `calls` reads function calls out of that text.
+    With an `echo`, the text begins with the prompt.
     """
 
     calls: CallReader | None = None
@@ -101,13 +101,13 @@ class PartialText:
     text: str = ""
     thought: str = ""
     thought_tokens: int = 0
-    """Up to the end of the thought, its marks among them; 0 where there is none."""
+    """Tokens up to the end of the thought, its marks among them, or 0 where there is no thought."""
     pieces: list[Piece] = field(default_factory=list)
     called: list[Call] = field(default_factory=list)
     finished: Finish | None = None
 
     def add(self, pieces: Sequence[Piece]) -> TextPart:
-        """Note new pieces; what they give out."""
+        """Add new pieces, and return the text and the thought that can now be shown."""
         self.pieces += pieces
         if self.thoughts is None:
             return self._note(TextPart("".join(piece.text for piece in pieces)))
@@ -119,7 +119,7 @@ class PartialText:
         return self._note(said)
 
     def end(self, finished: Finish) -> TextPart:
-        """Note the end; what was held back for it."""
+        """Record the end, and return the text and the thought that were held back until then."""
         self.finished = finished
         text, thought = self._note(TextPart() if self.thoughts is None else self.thoughts.end())
         if self.calls is not None:
@@ -219,7 +219,7 @@ class _Documents:
         return (event(self.whole(kind, [], texts)) if self.head.has_usage else b"") + DONE
 
     def closed(self, chunk: dict[str, Any], written: PartialText) -> dict[str, Any]:
-        """With what the cache holds, which a client is told with or without usage."""
+        """Return a last chunk with the cache's figures and options, which need no `include_usage`."""
         return {**chunk, "windlass": windlass_of([written.usage], self.head.options, self.head.left_out)}
 
 
@@ -269,7 +269,7 @@ class ChatDocuments(AnswerDocuments):
 
 
 class CompletionDocuments(AnswerDocuments):
-    """`text_completion`; its chunks have the same name."""
+    """`text_completion`, and its chunks, which have the same name."""
 
     def __init__(self, head: AnswerHeader) -> None:
         self.head, self._documents = head, _Documents(head, "cmpl-", "text_completion")

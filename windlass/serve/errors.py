@@ -69,7 +69,7 @@ def named_event(name: str, document: Any) -> bytes:
 
 
 def comment(text: str) -> bytes:
-    """A line that readers of a stream leave out; it shows that the connection lives."""
+    """A line that readers of a stream skip. It shows that the connection is alive."""
     return b": " + text.encode() + b"\n\n"
 
 
@@ -83,7 +83,7 @@ UNSUPPORTED: Final = "unsupported_parameter"
 
 
 class ApiError(HTTPException):
-    """A request that is answered with `status`. `param`: the field that is to blame; `code`: for programs.
+    """A request that is answered with `status`. `param` names the field at fault, and `code` is for programs.
 
     `retry_after`: seconds after which another try may succeed.
     """
@@ -114,7 +114,7 @@ class ApiError(HTTPException):
 
 
 class BadField(ApiError):
-    """A field that cannot be honoured; the message begins with its name."""
+    """A field that cannot be honoured. The message begins with the field's name."""
 
     def __init__(self, name: str, problem: str, code: str = "invalid_value") -> None:
         super().__init__(400, f"{name} {problem}", name, code)
@@ -125,7 +125,7 @@ SIZES: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
 
 
 class FieldError(NamedTuple):
-    """An error that pydantic found; of several the one of the lowest rank is told."""
+    """An error that pydantic found. `of_validation` reports the field whose error has the lowest `rank`."""
 
     rank: tuple[int, int]
     name: str
@@ -232,18 +232,21 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of a server. `name`: the model's, for clients; `keys`: one of them must come with each request, none:
-    no key is asked for. A comment goes to a silent stream after `ping_seconds`."""
+    """Settings of a server.
+
+    `name` is the model's name for clients. If there are `keys`, a request must bring one, unless its path is public.
+    After `ping_seconds` of silence, a stream sends a comment.
+    """
 
     name: str
     keys: tuple[str, ...] = ()
     hosts: tuple[str, ...] | None = None
-    """Names under which the server may be called; None: any. A page in a browser may give any name to this machine."""
+    """Names under which the server may be called, or None for any. Pages in a browser may give any name to it."""
     request: RequestLimits = RequestLimits()
     ping_seconds: float = 10.0
     stop_seconds: float = 10.0
     origins: tuple[str, ...] = ()
-    """Pages that a browser may let read answers, as `https://app.example`; `*`: any."""
+    """Pages that a browser may let read answers, as `https://app.example`, or `*` for any."""
     facts: ModelFacts = field(default_factory=ModelFacts)
     salt: bytes | None = None
-    """Makes names of owners out of their keys; None: another one each time the server starts."""
+    """Salt that turns keys into names of owners (default: another one each time the server starts)."""

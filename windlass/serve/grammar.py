@@ -45,7 +45,10 @@ class JsonGrammar(Grammar):
 
 
 class Grammars:
-    """Grammars by their schemas; the latest are kept compiled. To compile takes up to a second: not in the loop."""
+    """Compiled grammars by schema, of which the latest are cached.
+
+    Compiling takes up to a second, so `of` is called in a thread and never in the event loop.
+    """
 
     def __init__(self, words: PromptTokenizer, most_bytes: int, most_depth: int) -> None:
         self._words, self._most_bytes, self._most_depth = words, most_bytes, most_depth

@@ -43,17 +43,17 @@ EMPTY: Final = {"role": "assistant", "content": ("",), "reasoning_content": ""} 
 
 
 class Item(Body):
-    """An item of an earlier answer; fields beyond those of its model are ignored."""
+    """An item of an earlier answer. Fields beyond those of its model are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     def message(self) -> dict[str, Any]:
-        """The item as `prompts.conversation` has a message; one without a text begins a turn."""
+        """Return the item as `prompts.conversation` has messages. An item without a text begins a turn."""
         return EMPTY
 
 
 class FunctionCall(Item):
-    """A call; some clients parse its arguments."""
+    """A function call. Its arguments are JSON text, or an object from clients that parse the text."""
 
     type: Literal["function_call"]
     call_id: str
@@ -89,7 +89,7 @@ class ShellCall(Item):
 
 
 class CallOutput(Item):
-    """The result of a call; JSON that is neither a string nor a list of parts is read as text."""
+    """The result of a call. JSON that is neither a string nor a list of parts is read as text."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str
@@ -129,7 +129,7 @@ class Reasoning(Item):
 
 
 class UnreadItem(Item):
-    """An item without a text; the answer's usage notes it as left out."""
+    """An item without a text. The answer's usage lists it as left out."""
 
     type: Literal["ghost_snapshot", "tool_search_call", "tool_search_output", "web_search_call"]
 
@@ -186,7 +186,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    """The effort of a thought; `none` turns it off where the chat template can."""
+    """The effort of a thought. `none` turns the thought off where the chat template can."""
 
     effort: Word | None = None
     summary: Word | None = None

@@ -98,8 +98,11 @@ CONFIG: Final = "config.json"
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`created`: the time of the model's files, in seconds since 1970; `trained_length`: tokens of the longest text
-    that it was trained on, None where its config does not tell."""
+    """Facts of a model for its document.
+
+    `created` is the time of the model's files, in seconds since 1970. `trained_length` is the number of tokens of the
+    longest text that the model was trained on, or None where its config does not tell.
+    """
 
     created: int = field(default_factory=lambda: int(time.time()))
     trained_length: int | None = None

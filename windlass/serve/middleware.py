@@ -20,10 +20,10 @@ LOG: Final = logging.getLogger("windlass.serve")
 
 
 class RequestLog:
-    """Gives each request an id, counts its answer, and answers for what nobody else did.
+    """Gives each request an id, counts its answer, and answers for exceptions that nothing else handled.
 
-    `route_of` says which route a path is counted under. The log has the id and where an error came from, never its
-    message: that may quote a prompt.
+    `route_of` returns the route under which a path is counted. The log has the id and where an error came from, but
+    never the error's message, which may quote a prompt.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, route_of: Callable[[str], str]) -> None:
@@ -118,7 +118,7 @@ class Authentication:
 
 
 class BodyLimit:
-    """Refuses a body of more than `most` bytes, by what its head says or as it comes."""
+    """Refuses a body of more than `most` bytes, by its `content-length` or as it comes."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._most = app, most

@@ -22,7 +22,7 @@ THOUGHT_CLOSE: Final = "</think>"
 
 
 class TextPart(NamedTuple):
-    """A part of what a model wrote: of its answer, and of the thought before it."""
+    """A part of a model's output: of its answer, and of the thought before it."""
 
     text: str = ""
     thought: str = ""
@@ -52,7 +52,7 @@ class ThoughtReader:
 
     @property
     def is_over(self) -> bool:
-        """Return True if what comes now is the answer, or the white space before it."""
+        """Return True if no thought follows: the next text is the answer, or the white space before it."""
         return self._at in (_At.GAP, _At.ANSWER)
 
     def feed(self, piece: str) -> TextPart:
@@ -107,7 +107,7 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Call:
-    """A function's name, and its arguments as JSON; `id` is made up, for the client to name it by."""
+    """A function's name, and its arguments as JSON. `id` is random, and clients name the call by it."""
 
     name: str
     arguments: str
@@ -139,7 +139,7 @@ def schema_of(tools: Tools, choice: str) -> dict[str, Any]:
 
 
 class CallReader:
-    """Reads calls out of a text that comes in pieces; what may belong to a call is not given out as text."""
+    """Reads calls out of a text that comes in pieces. Text that may belong to a call is held back."""
 
     def __init__(self, names: Sequence[str], is_bound: bool) -> None:
         self._names, self._is_bound, self._held = names, is_bound, ""

@@ -167,7 +167,7 @@ def _object_or_string(arguments: Any) -> Any:
 
 
 def written(messages: Messages, chunk: Callable[[Chunk], str]) -> list[dict[str, Any]]:
-    """The messages as templates take them, with all text in strings: that of a chunk is what `chunk` says."""
+    """Return the messages as templates take them, with all text in strings. `chunk` returns the text of a chunk."""
 
     def joined(content: tuple[str | Chunk, ...]) -> str:
         return "".join(chunk(each) if isinstance(each, Chunk) else each for each in content)
@@ -203,7 +203,7 @@ PROBE: Final = "☺"  # which tokenizers of SentencePiece join to no text behind
 
 @dataclass(frozen=True)
 class Infill:
-    """A tokenizer's marks of a gap. `middle` is None where the suffix comes first; tokens of `ends` end the text."""
+    """A tokenizer's marks of a gap. `middle` is None where the suffix comes first. Tokens of `ends` end the text."""
 
     prefix: int
     suffix: int
@@ -212,7 +212,7 @@ class Infill:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Infill | None":
-        """Found by the names of tokens; None where there are none of these."""
+        """Find the marks by the names of tokens. Returns None for a tokenizer without them."""
         ids = tokenizer.get_vocab()
         marks = next((each for each in (*MARKS, SUFFIX_FIRST) if all(name in ids for name in each)), None)
         if marks is None:
@@ -265,7 +265,7 @@ class Echo:
         return Piece(self.tokens[0], self.text)
 
     def scored(self, logprobs: Sequence[tuple[Logprob, ...]]) -> list[Event]:
-        """The prompt as if it were written, token by token; the first one has no log probabilities."""
+        """Return the prompt as if it were written, token by token. The first token has no log probabilities."""
         rest = zip(self.tokens[1:], logprobs, self.offsets[1:], strict=True)
         return [self.piece, *(Piece(token, "", each, offset) for token, each, offset in rest)]
 
@@ -291,9 +291,9 @@ LOG: Final = logging.getLogger("windlass.serve")
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and which of them are chunks: `spans` [start, stop).
+    """Token ids, and the `spans` [start, stop) of those that are chunks.
 
-    `has_begun_thought`: whether what follows continues a thought; None where the model is not known to think.
+    `has_begun_thought`: whether the reply continues a thought, or None where the model is not known to think.
     """
 
     ids: tuple[int, ...]
@@ -314,9 +314,10 @@ class Prompt:
 
 
 class PromptTokenizer:
-    """A tokenizer; one text is encoded at a time. `ends`: the model's end-of-text tokens; `vocabulary`: its logits.
+    """A tokenizer that encodes one text at a time.
 
-    `marks_messages`: prompts tell where their messages end, so that prefixes are kept there.
+    `ends` are the model's end-of-text tokens (default: the tokenizer's), and `vocabulary` is the number of its logits.
+    With `marks_messages`, prompts tell where their messages end, so that prefixes are cached there.
     """
 
     def __init__(
@@ -418,7 +419,7 @@ class PromptTokenizer:
             return (*lead, *self.infill.prompt(before, encode_inside(self.tokenizer, suffix)))
 
     def echo(self, text: str | None, tokens: tuple[int, ...]) -> Echo:
-        """A prompt as an answer begins with it; `text` is None where it came as token ids."""
+        """Return a prompt as an answer begins with it. `text` is None where the prompt came as token ids."""
         with self._lock:
             return Echo.of(self.tokenizer, text, tokens, self._lead())
 
@@ -439,7 +440,7 @@ class PromptTokenizer:
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> tuple[str, str, TemplateLayout]:
-        """The template, what it makes of a conversation, and in which form it was given that."""
+        """Return the template, its text for a conversation, and the form in which it was given the conversation."""
         given: Any = [dict(each) for each in tools] or None
         try:
             source = self.tokenizer.get_chat_template(tools=given)

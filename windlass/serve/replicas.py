@@ -103,7 +103,7 @@ def _opening(messages: list[Any]) -> list[Any]:
 
 
 class AffinityRouter(RequestRouter):
-    """Ranks replicas by the affinity of a request, its first argument; a full replica spills over to the next."""
+    """Ranks replicas by the affinity of a request, its first argument. A full replica spills over to the next."""
 
     queue_len_response_deadline_s = max_queue_len_response_deadline_s = ACCEPT_SECONDS  # a busy one is not a full one
 
@@ -176,7 +176,7 @@ class Replica:
             is_over.set()
 
     async def number(self, _: Affinity = ANY) -> int:
-        """The replica's number, from 0; a restarted replica has that of the lost one.
+        """Return the replica's number, from 0. A restarted replica has the number of the lost one.
 
         Raises: RuntimeError once the engine has stopped.
         """
@@ -194,7 +194,7 @@ class Replica:
 
 
 class ReplicaSet:
-    """All replicas of a deployment. `live` has the numbers of those that last answered; `note` hears of changes."""
+    """All replicas of a deployment. `live` has the numbers of those that last answered. `note` gets each change."""
 
     def __init__(self, handle: Any, count: int, note: Callable[[str], None]) -> None:
         self._handle, self.count, self._note = handle, count, note
@@ -232,7 +232,7 @@ STREAM: Final = "text/event-stream"
 
 
 class Front:
-    """The application that clients talk to; it hands each request to a replica, and the answer on as it comes.
+    """The application that clients talk to. It hands requests to replicas, and passes answers on as they come.
 
     A client that takes nothing for `unread_seconds` is given up.
     """
@@ -267,7 +267,7 @@ class Front:
         self.is_open = False
 
     def drain(self, seconds: float) -> None:
-        """Return once requests under way have ended; after `seconds` they are cut, and told so."""
+        """Return once requests under way have ended. Those that are left after `seconds` are cut with an error."""
         until = monotonic() + seconds
         while self.under_way and monotonic() < until:
             sleep(0.05)
@@ -301,7 +301,10 @@ class Front:
         await unless_gone(receive, self._passed(affinity, {**scope, "path": f"/{path.lstrip('/')}"}, body, send))
 
     async def _passed(self, affinity: Affinity, scope: Scope, body: bytes, send: Send) -> None:
-        """Raises: ApiError where no replica answers; ConnectionError in the middle of a whole answer."""
+        """Pass a request to a replica, and the replica's answer to the client.
+
+        Raises: ApiError where no replica answers, and ConnectionError where an answer that is no stream breaks off.
+        """
         task, head = asyncio.current_task(), None
         assert task is not None
         self.under_way.add(task)
@@ -400,7 +403,7 @@ def _start_error(name: str) -> UsageError:
 def serve_replicas(
     options: ReplicaOptions, count: int, gpus: int, say: Callable[[str], None], note: Callable[[str], None]
 ) -> int:
-    """Serve until a signal ends it; `say` is told the address once all replicas serve. Returns the exit code.
+    """Serve until a signal ends it. Once all replicas serve, `say` gets the address. Returns the exit code.
 
     Raises: UsageError where the address is taken, or a replica cannot be started.
     """

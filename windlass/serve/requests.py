@@ -1,4 +1,4 @@
-"""From the fields of a request to what the engine is asked for."""
+"""Requests of the engine, made from the fields of an HTTP request."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class GenerationRequest:
     has_usage: bool
     top_logprobs: int | None
     has_begun_thought: bool | None = None
-    """See `Prompt`; None, too, where a grammar leaves no room for a thought."""
+    """See `Prompt`. Also None where a grammar leaves no room for a thought."""
 
     @property
     def options(self) -> CacheOptions:
@@ -40,11 +40,12 @@ class GenerationRequest:
 
 
 def options_of(asked: Mapping[str, Any], default: CacheOptions, kinds: Sequence[CacheOptions] = ()) -> CacheOptions:
-    """The options of the cache that a request asks for by name; `default` itself where it asks for none.
+    """Return the options of the cache for a request that sets the options `asked`, or `default` if it sets none.
 
-    Else those of the first of `kinds` that is as the request asks, or the `default` ones with what it asks for.
+    If one of `kinds` has all options `asked`, the first such kind is returned. Otherwise the options `asked` replace
+    those of `default`.
 
-    Raises: ApiError for values that do not go together, saying which.
+    Raises: ApiError for values that do not go together, with the option at fault.
     """
     own = dict(asked)
     if not own:
@@ -91,9 +92,9 @@ def max_seconds_of(body: TextRequest, most: float | None) -> float | None:
 
 
 def parts_of(chunks: Recompute | None, prompt: Prompt) -> PromptParts | None:
-    """Return the request for the chunks of a prompt; None for a prompt without chunks.
+    """Return the parts of a prompt that has chunks, or None for a prompt without chunks.
 
-    Raises: BadField for a mode that there is not, or one that nothing asks for.
+    Raises: BadField for an unknown mode, or for `chunks` of a prompt that has none.
     """
     if not prompt.spans:
         if chunks is not None:
@@ -107,7 +108,10 @@ def parts_of(chunks: Recompute | None, prompt: Prompt) -> PromptParts | None:
 
 
 def top_logprobs_of(body: ChatRequest | CompletionRequest) -> int | None:
-    """Likeliest tokens to tell beside each token; None: no log probabilities."""
+    """Return the number of likeliest tokens to tell beside each token, or None for no log probabilities.
+
+    Raises: BadField for `top_logprobs` without `logprobs`.
+    """
     if isinstance(body, CompletionRequest):
         return body.logprobs
     if body.top_logprobs and not body.logprobs:
@@ -131,9 +135,9 @@ class RequestBuilder:
         default_tokens: int,
         tenant: str,
     ) -> GenerationRequest:
-        """A request for each text of each prompt. `grammars`: one for each text, or none.
+        """Return a request for each text of each prompt. `grammars` has one for each text, or none.
 
-        Raises: ApiError for what cannot be honoured.
+        Raises: ApiError for a field that cannot be honoured.
         """
         self._check(body, prompts)
         options = options_of(body.cache_options, self.service.options, self.service.kinds)

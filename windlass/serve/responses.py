@@ -21,9 +21,10 @@ MORE: Final[dict[str, dict[str, Any]]] = {  # what an event, and a part, says of
 
 @final
 class ResponseDocuments(AnswerDocuments):
-    """`response`, and its events, which are numbered. Nothing of it is kept: `store` is false.
+    """`response`, and its events, which are numbered. Nothing of it is stored: `store` is false.
 
-    An answer has a thought, a message and calls of functions, each as an item, and of these what there is.
+    The thought, the message and each function call of an answer are items. An answer without any of them has an empty
+    message.
     """
 
     def __init__(self, head: AnswerHeader, body: ResponsesRequest) -> None:
@@ -112,7 +113,7 @@ class ResponseDocuments(AnswerDocuments):
         }
 
     def _items(self, written: PartialText) -> list[dict[str, Any]]:
-        """All that was written; the last item is cut where the text is."""
+        """Return all items of a text. Where the text is cut, the last item is incomplete."""
         texts = [(THOUGHT, written.thought)] if written.thought else []
         if written.text or not (written.thought or written.called):
             texts.append((MESSAGE, written.text))
@@ -133,7 +134,7 @@ class ResponseDocuments(AnswerDocuments):
         return {**item, "call_id": call.id, "name": call.name, "arguments": call.arguments}
 
     def _begin(self, kind: str) -> list[dict[str, Any]]:
-        """An item of this kind, unless it has begun; the one before it is over then."""
+        """Return the events that end the item before and begin one of this kind, or none if it has begun."""
         if kind in self._begun:
             return []
         found = (

@@ -55,7 +55,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_address(host: str, keys: tuple[str, ...]) -> None:
-    """Raises: UsageError for an address that others can reach, and no key; or a key that is no key."""
+    """Raises: UsageError for an address that others can reach without a key, and for a malformed key."""
     if not keys and not is_loopback(host):
         raise UsageError(
             f"host {host} can be reached from other machines, and there is no key; give --api-key KEY, or keep "
@@ -67,7 +67,7 @@ def check_address(host: str, keys: tuple[str, ...]) -> None:
 
 
 def check_origins(origins: tuple[str, ...]) -> None:
-    """Raises: UsageError for what no browser sends as the origin of a page."""
+    """Raises: UsageError for an origin that no browser sends, unless it is `*`."""
     for origin in origins:
         if origin != "*" and ORIGIN.fullmatch(origin) is None:
             raise UsageError(
@@ -135,7 +135,7 @@ class DrainingServer(uvicorn.Server):
         self.end()
 
     def end(self) -> None:
-        """Begin to end; a second call ends at once."""
+        """Begin to end. A second call ends at once."""
         self._close()
         if self._is_ending:
             self.should_exit = self.force_exit = True
@@ -183,10 +183,13 @@ class PromptProtocol(H11Protocol):
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of a server. `name`: the model's, for clients; `rows` of these `options`: texts at once; `kinds` are
-    further rows, of other options. `reuse_bytes` are for the beginnings of prompts, which go to files of
-    `reuse_folder`, too, of `disk_bytes` in all, if there is one. `is_shown`: the page at `/` shows what all requests
-    hold, to whoever has a key. Pages of these `origins` may read answers in a browser."""
+    """Options of a server.
+
+    `name` is the model's name for clients. The server writes `rows` texts with these `options` at once, and `kinds`
+    adds rows of other options. Prefixes of prompts are cached in `reuse_bytes` of memory, and also in files of
+    `disk_bytes` in all if there is a `reuse_folder`. With `is_shown`, the page at `/` shows the caches of all requests
+    to all who may call the server. Browsers let pages of `origins` read answers.
+    """
 
     name: str
     rows: int
@@ -204,8 +207,8 @@ class ServeOptions:
     origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises: UsageError for an address that others can reach, and no key; for rows that cannot be; for a folder,
-        and no memory for reuse."""
+        """Raises: UsageError for an address that others can reach without a key, a malformed key or origin, rows that
+        cannot be, or a folder without memory for reuse."""
         check_address(self.host, self.keys)
         check_origins(self.origins)
         check_kinds([replace_batch(options, rows) for rows, options in self.all_rows])
@@ -265,7 +268,7 @@ def serve(
     started: Start = started_service,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Serve until a signal ends it; `say` is told the address, once clients are answered there. Returns the exit code.
+    """Serve until a signal ends it. Once clients can connect, `say` gets the address. Returns the exit code.
 
     Raises: UsageError where the address cannot be had.
     """
@@ -296,13 +299,13 @@ def serve_together(
     asked: ServeOptions,
     say: Callable[[str], None] = print,
 ) -> int:
-    """Serve until a signal ends rank 0; all processes call this. Returns the exit code: 1 where a rank was lost.
+    """Serve until a signal ends rank 0. All processes call this. Returns the exit code: 1 where a rank was lost.
 
-    Then requests under way are told of it, `/health` answers 503 for five seconds, and the server ends. Other ranks
-    leave signals to rank 0.
+    After the loss of a rank, requests under way get an error, `/health` answers 503 for five seconds, and the server
+    ends. Other ranks leave signals to rank 0.
 
-    Raises: UsageError where the address cannot be had; for a view, which would show the heads of one rank; for memory
-    for reuse, because what a client deletes there would be deleted on rank 0 alone.
+    Raises: UsageError where the address cannot be had. Also for a view, which would show the heads of one rank, and for
+    memory for reuse, where a client would delete prefixes on rank 0 alone.
     """
     if asked.is_shown:
         raise UsageError("--view would show the heads of rank 0 alone; leave it out with --tensor-parallel")

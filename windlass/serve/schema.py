@@ -1,7 +1,7 @@
 """The body of each request as a pydantic model, which refuses unknown fields by name.
 
-FastAPI reads these models and describes them on the page at `/docs`. `errors.of_validation` makes an answer of what
-they refuse.
+FastAPI reads these models and describes them on the page at `/docs`. `errors.of_validation` makes an answer of their
+errors.
 """
 
 import json
@@ -47,7 +47,7 @@ FUNCTION_TAG: Final = "a function"  # no field has such a name
 
 
 def _entries(most: int, value: Any) -> Any:
-    """The entries of an object that are not null; more than `most` are refused before each is looked at."""
+    """Return the entries of an object that are not null. More than `most` are refused before any is looked at."""
     if not isinstance(value, dict):
         return value
     if len(value) > most:
@@ -70,7 +70,7 @@ class Body(BaseModel):
 
 
 def _such(holds: Callable[[Any], object], problem: str, code: LiteralString = "value") -> Callable[[Any], Any]:
-    """A check of a value; one that it does not hold for has this problem."""
+    """Return a check of a value, which refuses a value with `problem` unless it `holds`."""
 
     def checked(value: Any) -> Any:
         if not holds(value):
@@ -81,7 +81,7 @@ def _such(holds: Callable[[Any], object], problem: str, code: LiteralString = "v
 
 
 def only(*values: Any) -> Any:
-    """An annotation that refuses all values but these; neither `true` nor 1.0 is 1."""
+    """Return an annotation that refuses all values but these. Neither `true` nor 1.0 counts as 1."""
     known, wanted = [(type(each), each) for each in values], " or ".join(map(json.dumps, values))
     check = _such(lambda value: (type(value), value) in known, f"must be {wanted} on this server", UNSUPPORTED)
     return PlainValidator(check, json_schema_input_type=Annotated[Any, WithJsonSchema({"enum": [*values]})])
@@ -193,7 +193,7 @@ class SamplingFields(Body):
 
 
 class ReuseFields(Body):
-    """What a request does with cached prefixes."""
+    """Use of cached prefixes by a request."""
 
     lookup: bool = True
     """Start from a cached prefix of the prompt, if there is one."""
@@ -204,7 +204,7 @@ class ReuseFields(Body):
 
 
 class CacheFields(Body):
-    """Options of the cache that a request may set; arguments of a policy are for whoever starts the server."""
+    """Options of the cache that a request may set. Arguments of a policy are set at the start of the server."""
 
     budget: int | None = _of_cache("budget", 1 << 20)
     policy: Annotated[str, _one_of((AUTO, *sorted(NAMES)))] | None = None
@@ -221,7 +221,7 @@ class CacheFields(Body):
         None, description=_of_server("recall").described
     )
     sinks: Literal["system"] | Annotated[int, Field(ge=CACHE["sinks"].least, le=4096)] | None = None
-    """First tokens that are never evicted; `system`: those of the system message."""
+    """Number of first tokens that are never evicted, or `system` for those of the system message."""
     window: int | None = _of_cache("window", 1 << 16)
     cache: ReuseFields = ReuseFields()
     """Use of cached prefixes."""
@@ -303,7 +303,7 @@ class PromptMessage(Body):
 
 
 class AssistantMessage(Body):
-    """A message that a model wrote, in the dialects of many clients; fields beyond these are ignored."""
+    """A message that a model wrote, in the dialects of many clients. Fields beyond these are ignored."""
 
     model_config = ConfigDict(extra="ignore")
     type: Literal["message"] = "message"
@@ -319,7 +319,7 @@ class AssistantMessage(Body):
 
 
 class ToolMessage(Body):
-    """The result of a call; JSON that is neither a string nor a list of parts is read as text."""
+    """The result of a call. JSON that is neither a string nor a list of parts is read as text."""
 
     model_config = ConfigDict(extra="ignore")
     type: Literal["message"] = "message"
@@ -335,7 +335,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fa
 
 
 class Function(Body):
-    """A function that the model may call; `parameters` is a JSON schema."""
+    """A function that the model may call. Its `parameters` are a JSON schema."""
 
     ignored = frozenset(("cache_control", "defer_loading", "output_schema"))
     name: Name
@@ -353,7 +353,7 @@ class FunctionTool(Body):
 
 
 class OtherTool(Body):
-    """A tool that only other servers have; the answer's usage notes it as left out."""
+    """A tool that only other servers have. The answer's usage lists it as left out."""
 
     model_config = ConfigDict(extra="ignore")
     type: Word
@@ -403,7 +403,7 @@ class SchemaFormat(Body):
 
 
 class Recompute(Body):
-    """What is done with parts of type `chunk`."""
+    """Recomputation of parts of type `chunk`."""
 
     recompute: Word | None = None
     """Tokens of each chunk that are computed again in their place (default: `first(16)`)."""
@@ -428,7 +428,7 @@ class ChatRequest(TextRequest):
     logprobs: bool = False
     """Tell the log probability of each token."""
     top_logprobs: Top = 0
-    """Likeliest tokens to tell beside each token; needs `logprobs`."""
+    """Number of likeliest tokens to tell beside each token. Needs `logprobs`."""
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] = PlainFormat(type="text")
     """Text, a JSON object, or JSON of a schema."""
     tools: Annotated[list[Annotated[Tool, Discriminator(tool_kind)]], Field(max_length=128)] = []
@@ -483,7 +483,7 @@ class CompletionRequest(TextRequest):
     ]
     """The text to go on with, its token ids, or a list of either."""
     suffix: Text = ""
-    """Text that stands behind what is written, for models that fill in the middle."""
+    """Text that stands behind the written text, for models that fill in the middle."""
     echo: bool = False
     """Begin the answer with the prompt."""
     max_tokens: Annotated[int, Field(ge=0, le=2**30)] | None = None

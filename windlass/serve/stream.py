@@ -29,7 +29,7 @@ LOOK_SECONDS = 1.0  # between two looks at whether the engine still lives
 
 
 class Gate:
-    """Return True if requests are admitted; closed once the server ends."""
+    """Admission of requests. The gate is open until the server begins to end."""
 
     def __init__(self) -> None:
         self.is_open = True
@@ -62,7 +62,7 @@ class Tickets:
             raise of_usage(error) from error
 
     def cancel(self) -> None:
-        """Let the engine end what is not over. May be repeated."""
+        """Let the engine end the texts that are not over. May be repeated."""
         if self._is_cancelled:
             return
         self._is_cancelled = True
@@ -100,7 +100,7 @@ class Tickets:
             raise ApiError(503, "the engine has stopped; restart the server", None, "engine_dead")
 
     def _notify(self) -> None:
-        """Called by the engine's thread after each event; many of them wake the loop once."""
+        """Wake the loop, once for many events. The engine's thread calls this after each event."""
         if not self._is_woken:
             self._is_woken = True
             try:
@@ -169,7 +169,7 @@ class AnswerStream:
         return self._form.answer(self._texts)
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        """The events of a stream; one that fails has an error for its last."""
+        """Yield the events of a stream. A stream that fails ends with an error."""
         openings = [each for at in range(len(self._texts)) for each in self._form.opening(at)]
         yield b"".join(map(self._form.wire, openings))
         try:
