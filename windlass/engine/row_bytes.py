@@ -37,7 +37,7 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of one row of a cache with these options: what it never exceeds, whatever it reads and writes."""
+    """Bytes of one row of a cache with these options, as upper bounds for a text of a given length."""
 
     options: CacheOptions
     layers: tuple[LayerBytes, ...]
@@ -80,7 +80,7 @@ class RowBytes:
         return self.fixed + sum(each.of_slot * slots for each in self.layers)
 
     def recalled(self, tokens: int) -> int:
-        """Beside these, of what such a text may recall: in memory, or in a file."""
+        """Bytes of the tokens that such a text may recall, in memory or in a file. They come on top of the row's."""
         return int(sum(each.of_recalled for each in self.layers) * (1.5 * tokens + 2 * PIECE))
 
     def _bytes(self, tokens: int, room: int, is_whole: bool) -> int:
@@ -136,7 +136,7 @@ class Sizes:
         self._at = 0.0
 
     def of(self, caches: Sequence[KVCache], is_exact: bool) -> list[int]:
-        """Bytes of each, of what it can recall as well; made anew where they are to be exact."""
+        """Bytes of each cache, its recalled tokens included. Counted anew where they are to be exact."""
         is_same = len(caches) == len(self._caches) and all(
             own is other and own.batch_size == rows for own, (other, rows) in zip(caches, self._caches, strict=True)
         )

@@ -68,7 +68,7 @@ class Writer:
 
     @property
     def reason(self) -> FinishReason:
-        """Why the text has ended; "interrupted" while it goes on."""
+        """The reason why the text has ended. "interrupted" while it goes on."""
         return self._row.reason
 
     @property
@@ -149,7 +149,7 @@ class Lane:
     are moved when one more is needed, and when half of them were idle for `PATIENCE` steps.
 
     `is_alone`: the only row is of one request, whose options no other lane has. It takes over the cache it was read
-    into; so does the only row of a policy whose layers keep what each text makes of the budget.
+    into. The only row of a policy whose layers share the budget anew for each text does so too.
     """
 
     def __init__(self, model: PreTrainedModel, options: CacheOptions, is_alone: bool = False) -> None:
@@ -166,7 +166,7 @@ class Lane:
         return is_alike(options, self.options)
 
     def take(self) -> int | None:
-        """A free row, from now on taken; None: there is none."""
+        """Take a free row. None: there is none."""
         return self.free.pop(0) if self.free else None
 
     def index(self, row: int) -> int:
@@ -174,7 +174,7 @@ class Lane:
         return self._index[row]
 
     def put(self, row: int, cache: KVCache) -> None:
-        """Let the row go on with what a cache of one row has read."""
+        """Move the contents of a cache of one row into the row."""
         if self._takes_over:
             self.cache, self._index = cache, {row: 0}
             return
@@ -188,7 +188,7 @@ class Lane:
         self.cache.put_row(index, cache)
 
     def release(self, row: int) -> None:
-        """Clear a row that was taken; it is free again."""
+        """Clear a row that was taken. It is free again."""
         index = self._index.pop(row, None)
         if index is not None and self._takes_over:
             self.reset()
@@ -202,7 +202,7 @@ class Lane:
         self.free.sort()
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
-        """Feed one token to each of some rows; returns the (vocabulary,) logits of each.
+        """Feed one token to each of some rows. Returns the (vocabulary,) logits of each.
 
         Raises: RuntimeError where rows were lost, because an error ended a move of them.
         """
@@ -268,7 +268,7 @@ class ActiveRequest:
         """Tokens that were read and written so far."""
 
     def read(self) -> None:
-        """Read one more chunk of the prompt; after the last one, choose the first token."""
+        """Read one more chunk of the prompt. After the last one, choose the first token."""
         reader = self.reader
         assert reader is not None, "a prompt that was read before"
         reader.read()
@@ -287,7 +287,7 @@ class ActiveRequest:
             self.take(reader.logits)
 
     def take(self, logits: torch.Tensor) -> None:
-        """Choose the next token out of its (vocabulary,) logits; a text that ends with it tells what it took."""
+        """Choose the next token from its (vocabulary,) logits. A text that ends with it reports its usage."""
         self.ticket.put(self.writer.choose(logits))
         self.seen += self.writer.written > 1  # the token before this one was fed
         if self.writer.reason != "interrupted":
@@ -300,7 +300,7 @@ class ActiveRequest:
         self.ticket.put(Failure(message, is_ours))
 
     def close(self) -> None:
-        """Give back what is held for the rest of its prompt."""
+        """Release the memory reserved for the rest of its prompt."""
         if self.reader is not None:
             self.reader.close()
 
@@ -342,7 +342,7 @@ class ActiveRequest:
 
     @property
     def kept(self) -> int:
-        """The most that a layer holds of `seen`: what the budget allows."""
+        """The most tokens of `seen` that a layer holds: at most the budget, or all while a prompt is held whole."""
         budget, is_held_whole = self.lane.options.budget, self.reader is not None and self.reader.is_whole
         return self.seen if budget is None or is_held_whole else min(self.seen, budget)
 

@@ -30,7 +30,7 @@ class Worker:
         self._cells: dict[Identity, Cell] = {}
 
     def load(self, options: EvalOptions, folder: str) -> int:
-        """Load the model, once; returns the process's id. Raises: WindlassError as the command itself would."""
+        """Load the model, once. Returns the process's id. Raises: WindlassError as the command itself would."""
         if not Path(folder).is_dir():
             raise UsageError(f"{folder} is not on {os.uname().nodename}; run this where all machines have one folder")
         os.chdir(folder)
@@ -88,7 +88,7 @@ class RayExecutor(Executor):
     """Workers of a Ray that is connected to. `note` is told of those that die, and of cells that none lives through."""
 
     def __init__(self, options: EvalOptions, asked: int | None, note: Callable[[str], None]) -> None:
-        """Start the workers; `asked` is how many. Raises: WindlassError for what cannot be honoured."""
+        """Start `asked` workers. None: `Crew.of` chooses. Raises: WindlassError for options that cannot be honoured."""
         crew = Crew.of(asked, options.threads, options.device)
         device = "cuda" if crew.gpus else options.device
         self._options, self._note = replace(options, threads=crew.threads, device=device), note

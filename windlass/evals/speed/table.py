@@ -48,7 +48,7 @@ class Conditions:
 
 
 def table(rows: Sequence[BenchRow], conditions: Conditions) -> str:
-    """The rows that were timed, as llama-bench shows them; settings have a column where one is not the default."""
+    """The rows that were timed, as llama-bench shows them. A setting has a column where a row's is not the default."""
     shared = {
         "model": conditions.model,
         "size": in_units(conditions.size_bytes),
@@ -90,7 +90,7 @@ def in_common(rows: Sequence[BenchRow], conditions: Conditions) -> str:
 
 
 def varied(rows: Sequence[BenchRow]) -> list[dict[str, str]]:
-    """Per row the test, the settings in which rows differ, and what was measured."""
+    """Per row the test, the settings in which rows differ, and the measured speeds."""
     axes = _varied(rows)
     return [
         {"test": str(row.workload)}
@@ -178,7 +178,7 @@ def cpu_name() -> str:
 
 
 def _base_of(row: BenchRow, axis: str, rows: Sequence[BenchRow]) -> BenchRow | None:
-    """The timed row that differs from `row` in having the first value of `axis`; None where that is `row`."""
+    """The timed row that differs from `row` in having the first value of `axis`. None where that is `row`."""
     if row.places[axis] == 0:
         return None
     wanted = row.places | {axis: 0}
