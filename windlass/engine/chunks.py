@@ -193,7 +193,7 @@ def _text(cache: KVCache, row: int) -> list[int] | None:
 
 
 def _spans(cache: KVCache, parts: Sequence[Part], row: int, at: int) -> list[Span]:
-    """Where the parts will stand, the first of them at `at`."""
+    """The spans that the parts will take, the first of them from `at`."""
     known, spans = _text(cache, row), list[Span]()
     before = None if known is None else known[:at]
     for part in parts:

@@ -92,7 +92,7 @@ class EntryInfo:
 
 @dataclass(frozen=True)
 class EntrySelector:
-    """Which of its caches an owner means: all, those of one `name`, or the one with this `id`."""
+    """A selection of an owner's caches: all, those of one `name`, or the one with this `id`."""
 
     owner: str
     name: str | None = None
@@ -135,7 +135,7 @@ class PrefixCache:
             return [each for each in self._held if each.key == key]
 
     def use(self, kept: CacheEntry) -> None:
-        """Note that a cache was used, so that it stays longer than others."""
+        """Note that a cache was used. It is then evicted last."""
         with self._lock:
             if kept in self._held:
                 self._held.remove(kept)
@@ -157,7 +157,7 @@ class PrefixCache:
     def reserve(self, size: int) -> int | None:
         """Reserve `size` bytes. Returns a place to be given to `add` or `release`, or None if there is no room for now.
 
-        There will be one once others have been given back, unless `size` exceeds the limit.
+        There will be room once other places are released, unless `size` exceeds the limit.
         """
         with self._lock:
             if not self._make_room(size):
@@ -382,7 +382,7 @@ class DiskTier:
             self._make_room(0)
 
     def _loaded(self, file: File, request: Request, tokens: tuple[int, ...]) -> KVCache | None:
-        """The cache of a file, once it is known to be the state after `tokens` in a row like the request's."""
+        """The cache of a file. None, and the file is deleted, unless it holds `tokens` with the request's options."""
         path = self._folder / file.name
         try:
             cache = KVCache.load(path, self._model, policy=request.options.policy)
@@ -412,7 +412,7 @@ class DiskTier:
         return [file for _, file in sorted(found, key=lambda each: each[0])]
 
     def _make_room(self, size: int) -> None:
-        """Delete files until there is room for so many bytes."""
+        """Delete the least recently used files until there is room for `size` bytes."""
         while self._files and self._bytes + size > self.limit:
             self._delete(next(iter(self._files.values())))
 
@@ -433,7 +433,7 @@ class DiskTier:
         return hmac.new(self._salt, json.dumps(said).encode(), hashlib.sha256).hexdigest()[:16]
 
     def _ids(self, key: CacheKey, tokens: tuple[int, ...], passes: tuple[int, ...], lengths: list[int]) -> list[str]:
-        """Ids of caches of the first tokens, for `lengths` that rise, read in passes that end at `passes`."""
+        """Ids of caches of prefixes of `tokens`, of rising `lengths`, read in passes that end at `passes`."""
         said = ["cache", self._model_hash, key.kind, key.tenant, key.name, key.labels]
         digest, ids, at = hmac.new(self._salt, json.dumps(said).encode() + b"\n", hashlib.sha256), [], 0
         ends = frozenset(passes)
@@ -461,7 +461,7 @@ class Snapshots:
 
     @property
     def packs(self) -> bool:
-        """True if caches are packed as they are read: as a file has them, so that a hit goes on in the same slots."""
+        """Return True if caches are packed while they are read, as a file has them. A hit then uses the same slots."""
         return self._disk is not None
 
     def longest(self, request: Request) -> CacheEntry | None:
@@ -482,8 +482,8 @@ class Snapshots:
         return replace(best, cache=copy.deepcopy(best.cache))
 
     def wanted(self, request: Request) -> frozenset[int]:
-        """After how many tokens of this prompt snapshots are to be taken: where a message ends, where the last pass
-        begins, and where it parts from a prompt of before. A prompt of one pass is kept as a whole."""
+        """Lengths of this prompt's prefixes that are to be cached: up to the end of a message, up to the last pass, and
+        up to the last pass that it shares with a cached prompt. A prompt of one pass is cached as a whole."""
         if self.kept.limit == 0 or request.options.recall or not request.reuse.store:
             return frozenset()
         prompt, passes, known = request.prompt, request.pass_ends, self._of(request)
@@ -551,6 +551,6 @@ def _serves(kept: CacheEntry, request: Request) -> bool:
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """The number of first tokens that both share."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

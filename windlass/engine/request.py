@@ -33,8 +33,8 @@ class Grammar(ABC):
 
 @dataclass(frozen=True)
 class Reuse:
-    """A request's use of caches that are kept from one request to the next: whether it looks one up, and stores
-    its own. Those of another `name` it neither finds nor is found by."""
+    """A request's use of cached prefixes. `lookup`: it looks one up. `store`: its own is cached. Requests of
+    another `name` do not share them."""
 
     lookup: bool = True
     store: bool = True
@@ -85,9 +85,9 @@ class Request:
 
     @cached_property
     def pass_ends(self) -> tuple[int, ...]:
-        """Where the passes over the prompt end: with each message, and after as many tokens as a chunk has.
+        """The ends of the passes over the prompt: at the end of each message, and after each chunk of it.
 
-        They follow from the messages up to there alone, so that prompts which begin alike are read alike.
+        Each end follows from the messages before it alone, so that prompts with a common prefix are read alike.
         """
         found, last = list[int](), len(self.prompt)
         stops = [*(end for end in self.ends if end < last), last]
@@ -97,7 +97,7 @@ class Request:
 
 
 def owner_of(tenant: str) -> str:
-    """Whose requests those of a tenant are: an owner may have several."""
+    """The owner of a tenant. An owner may have several tenants."""
     return tenant.partition("/")[0]
 
 
@@ -222,12 +222,15 @@ class Ticket:
 
     @property
     def waiting(self) -> tuple[int, float]:
-        """How many events nobody has taken, and for how many seconds the oldest of them."""
+        """The number of events that nobody has taken, and the age of the oldest in seconds."""
         with self._changed:
             return len(self._events), monotonic() - self._events[0][0] if self._events else 0.0
 
     def late(self, seconds: float | None) -> Failure | None:
-        """How it ends where it took too long: longer than it asked for, or else than so many seconds."""
+        """The failure of a request that took longer than its own `seconds`, or without these than the given ones.
+
+        None: it has not.
+        """
         most = seconds if self.request.seconds is None else self.request.seconds
         if most is None or monotonic() - self._arrived <= most:
             return None

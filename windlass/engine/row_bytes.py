@@ -1,4 +1,4 @@
-"""How many bytes a request takes, before it takes them."""
+"""The bytes of a request, told before it takes them."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ class RowBytes:
         return cls(cache.options, layers, cache.bytes_held - slots + STEP_BYTES * cache.chunk)
 
     def writing(self, tokens: int) -> int:
-        """While it writes, of a text that ends after `tokens`."""
+        """Bytes while it writes a text that ends after `tokens`."""
         return self._bytes(tokens, HEADROOM + self.options.rollback, is_whole=False)
 
     def reading(self, tokens: int) -> int:
-        """While its prompt, of so many tokens at most, is read: by a policy that is `OneShot`, held whole."""
+        """Bytes while its prompt of at most `tokens` is read. A `OneShot` policy holds it whole."""
         is_whole = find(self.options.policy, OneShot) is not None
         return self._bytes(tokens, max(self.options.chunk, HEADROOM + self.options.rollback), is_whole)
 
     def prompt(self, tokens: int, has_parts: bool) -> int:
-        """While a prompt is read that may have parts, or has none."""
+        """Bytes while a prompt is read, which may have parts if `has_parts`."""
         return max(self.reading(tokens), self.joining(tokens)) if has_parts else self.reading(tokens)
 
     def joining(self, tokens: int) -> int:
-        """While a prompt with parts is read, the last of which ends within the budget."""
+        """Bytes while a prompt with parts is read, the last of which ends within the budget."""
         budget, chunk = self.options.budget, self.options.chunk
         if budget is None:
             return self.reading(tokens + chunk)
@@ -103,7 +103,7 @@ def most_held(rows: Sequence[RowBytes], counts: Sequence[int], limits: EngineLim
 
 
 def replace_batch(options: CacheOptions, batch: int = 1) -> CacheOptions:
-    """The same options for another number of rows, and of tokens that can be rolled back: none."""
+    """The same options for another number of rows, without tokens that can be rolled back."""
     return replace(options, batch=batch, rollback=0)
 
 

@@ -118,8 +118,8 @@ ALONE: Final = "alone"  # lanes of one request, all together
 
 class ErrorCounter:
     """Does work, and counts errors in a row: of all work, and of the steps of each lane. So prompts that are read well
-    do not hide a lane whose steps fail. `is_fatal`: the first error of ours is raised, for other ranks may stand
-    elsewhere then."""
+    do not hide a lane whose steps fail. `is_fatal`: the first error of the engine's own is raised, because other ranks
+    may not have met it."""
 
     def __init__(self, totals: Totals, is_fatal: bool) -> None:
         self._totals, self._is_fatal = totals, is_fatal
@@ -253,7 +253,7 @@ def _bare(request: Request) -> Request:
 
 
 def _late(task: ActiveRequest, limits: EngineLimits) -> Failure | None:
-    """Why a request is not to go on, if it took too long."""
+    """The failure of a request whose events nobody took, or that took too long. None: neither."""
     count, seconds = task.ticket.waiting
     if count > limits.unread_events and seconds > limits.unread_seconds:
         return Failure("its events were not taken", is_ours=False)

@@ -42,9 +42,9 @@ from windlass.policies.wrapper import find
 
 
 class Writer:
-    """Chooses the tokens of one request, by a generator of its own: they are the same in any batch.
+    """Chooses the tokens of one request, by a generator of its own. They are the same in any batch.
 
-    Of a model on several `ranks`, rank 0 chooses for all of them.
+    With several `ranks`, rank 0 chooses for all of them.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Writer:
         return self._row.tokens[-1]
 
     def choose(self, logits: Tensor) -> Piece:
-        """The next token, out of its (vocabulary,) logits.
+        """The next token, from its (vocabulary,) logits.
 
         Raises: UsageError where the grammar allows no token.
         """
@@ -100,8 +100,8 @@ class Writer:
         return Piece(token, self._row.taken(self._row.step(token)), logprobs, offset)
 
     def _adjusted(self, scores: Tensor) -> Tensor:
-        """With biases, then the repetition penalty, which counts the prompt, then the penalties that OpenAI defines,
-        which do not, and the tokens alone that the grammar allows."""
+        """Logits after, in this order, biases, the repetition penalty, which counts the prompt, the penalties that
+        OpenAI defines, which do not, and the grammar, which hides tokens that it does not allow."""
         request, repetition = self.request, self.request.sampling.repetition_penalty
         scores = _added(scores, request.logit_bias)
         if repetition != 1.0:
@@ -131,7 +131,7 @@ class Writer:
 
 
 def _added(scores: Tensor, numbers: Mapping[int, float]) -> Tensor:
-    """Logits with a number more for some tokens."""
+    """Logits with a number added for each of some tokens."""
     if not numbers:
         return scores
     ids = torch.tensor(list(numbers), device=scores.device)
@@ -170,7 +170,7 @@ class Lane:
         return self.free.pop(0) if self.free else None
 
     def index(self, row: int) -> int:
-        """Where in the cache a row stands that was put there."""
+        """The index in the cache of a row that was put there."""
         return self._index[row]
 
     def put(self, row: int, cache: KVCache) -> None:
@@ -197,7 +197,7 @@ class Lane:
         self.give_back(row)
 
     def give_back(self, row: int) -> None:
-        """Let a row that was taken, and not written to, be free again."""
+        """Free a row that was taken, but not written to."""
         self.free.append(row)
         self.free.sort()
 
@@ -217,16 +217,16 @@ class Lane:
         return {row: logits[self._index[row]] for row in tokens}
 
     def reset(self) -> None:
-        """After an error: let all rows be empty, those that are taken, too."""
+        """Empty all rows after an error, those that are taken too."""
         self.cache.reset()
         self._index, self._idle_steps, self._is_moving = {}, 0, False
 
     def _rows_for(self, count: int) -> int:
-        """How many rows the cache is to have, for so many that write."""
+        """The number of rows that the cache needs for `count` that write: a power of two, at most the batch."""
         return min(1 << max(count - 1, 0).bit_length(), self.options.batch)
 
     def _arrange(self, rows: int) -> None:
-        """Let the cache have so many rows, those that write first."""
+        """Resize the cache to so many rows, those that write first."""
         kept = sorted(self._index, key=self._index.__getitem__)
         self._is_moving = True
         arrange_rows(self.cache, [*map(self.index, kept), *[None] * (rows - len(kept))])
@@ -348,7 +348,7 @@ class ActiveRequest:
 
 
 def _reader_of(model: PreTrainedModel, request: Request, snapshots: Snapshots) -> PromptReader:
-    """The reader of its prompt. Parts of which every token is read again are text like any other."""
+    """The reader of a request's prompt. Parts whose tokens are all read again are read like any text."""
     parts = request.parts
     if parts is None or isinstance(parts.recompute, Everything):
         return Reader(model, request, snapshots)

@@ -46,7 +46,7 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True)
 class TemplateLayout:
-    """How the parts of a conversation are given to a template."""
+    """The form in which the parts of a conversation are given to a template."""
 
     calls: str = AS_GIVEN
     has_results: bool = True
@@ -338,7 +338,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
 
 
 def without_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Without the first special token, where the tokenizer adds it by itself."""
+    """The text without the first special token, where the tokenizer adds it by itself."""
     start = tokenizer.bos_token
     if start and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
         return text.removeprefix(str(start))
@@ -351,7 +351,7 @@ def _goes_on(text: str, ended_with: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without white space, which some tokenizers put around special tokens when they decode."""
+    """The text without white space, which some tokenizers put around special tokens when they decode."""
     return "".join(text.split())
 
 
@@ -383,7 +383,7 @@ def renderer(
 def message_ends(
     tokenizer: PreTrainedTokenizerBase, render: Render, messages: Sequence[AnyMessage], text: str
 ) -> tuple[int, ...]:
-    """How many tokens of `text`, the prompt of a conversation, stand before the end of each of its first messages.
+    """The number of tokens of `text`, the prompt of a conversation, before the end of each of its first messages.
 
     A message that ends within a token is left out, as is one whose end the template does not tell. A tokenizer without
     offsets tells none.

@@ -1,4 +1,4 @@
-"""Between text and tokens."""
+"""Conversion between text and tokens, and the ends of a text."""
 
 import codecs
 import re
@@ -20,15 +20,15 @@ class Stops:
     strings: tuple[str, ...] = ()
 
     def held_back(self, text: str) -> int:
-        """How many signs at the end of `text` may still become a stop string."""
+        """The number of characters at the end of `text` that may still become a stop string."""
         longest = max(map(len, self.strings), default=0)
         lengths = range(min(len(text), longest - 1), 0, -1)
         return next((n for n in lengths if any(each.startswith(text[-n:]) for each in self.strings)), 0)
 
     def first_in(self, text: str) -> int | None:
-        """The start of the stop string that is complete first, read sign by sign. None where there is none.
+        """The start of the stop string that is complete first, read character by character. None: there is none.
 
-        If two are complete at the same sign, the longer one counts.
+        If two are complete at the same character, the longer one counts.
         """
         starts = [(text.find(each), len(each)) for each in self.strings]
         found = [(start + length, start) for start, length in starts if start >= 0]
@@ -121,7 +121,7 @@ class TextStream:
 
     @classmethod
     def after(cls, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Stops) -> "TextStream":
-        """Nothing written yet, after `prompt`."""
+        """The stream after `prompt`, of which nothing is written yet."""
         tokens = tuple(prompt[-CONTEXT:])
         stream = cls(tokenizer, stops, tokens, _decoded(tokenizer, tokens))
         if not stream.decoded.endswith(INCOMPLETE):
@@ -146,7 +146,7 @@ class TextStream:
         return replace(self, tokens=latest, decoded=decoded, unfinished=unfinished)._given(new, is_last)
 
     def ended(self) -> "TextStream":
-        """After the last token, which is no part of the text: with whatever is held."""
+        """The stream after the last token, which is no part of the text. It gives out all held text."""
         return self._given("", is_last=True)
 
     def _given(self, text: str, is_last: bool) -> "TextStream":

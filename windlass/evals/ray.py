@@ -65,7 +65,7 @@ class Crew:
 
     @classmethod
     def of(cls, asked: int | None, threads: int | None, device: str, flag: str = "--workers") -> "Crew":
-        """As many as there are GPUs, or else as fit on the processors of the cluster, unless so many were asked for.
+        """A crew of `asked` workers. None: one per GPU, or else as many as the cluster's processors have room for.
 
         Raises: UsageError for more than there is room for, or a GPU by number.
         """
@@ -88,7 +88,7 @@ class RayExecutor(Executor):
     """Workers of a Ray that is connected to. `note` is told of those that die, and of cells that none lives through."""
 
     def __init__(self, options: EvalOptions, asked: int | None, note: Callable[[str], None]) -> None:
-        """Start `asked` workers. None: `Crew.of` chooses. Raises: WindlassError for options that cannot be honoured."""
+        """Start the workers of `Crew.of`. Raises: WindlassError for options that cannot be honoured."""
         crew = Crew.of(asked, options.threads, options.device)
         device = "cuda" if crew.gpus else options.device
         self._options, self._note = replace(options, threads=crew.threads, device=device), note

@@ -80,7 +80,7 @@ class Batch:
 
     @property
     def name(self) -> str:
-        """As an error calls it: `"passkey, length 200, text 3, policy=Recent(), asked_budget=64"`."""
+        """The name in an error: `"passkey, length 200, text 3, policy=Recent(), asked_budget=64"`."""
         first = self.cells[0]
         numbers = " to ".join(dict.fromkeys(str(each.spec.number) for each in (first, self.cells[-1])))
         labels = (f"{name}={label}" for name, label in first.settings.labels.items() if label not in ("none", "plain"))
@@ -107,7 +107,7 @@ class BatchQueue:
 
     @property
     def is_empty(self) -> bool:
-        """True once all has been sent."""
+        """Return True once all batches are sent."""
         return not (self.texts or self.again or any(self._taken.values()))
 
     def next_of(self, worker: object) -> Batch | None:

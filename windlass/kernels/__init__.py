@@ -102,7 +102,7 @@ def write_tokens(call: WriteInput) -> None:
 
 
 def recall_device(device: torch.device, dtype: torch.dtype) -> torch.device:
-    """Where keys that a model on `device` evicts are ranked: there, if its kernels know them in the host's memory."""
+    """The device that ranks keys a model on `device` evicts: itself, if its kernels can read them in host memory."""
     is_known = _has_triton(device.type) and dtype in (torch.float32, torch.bfloat16, torch.float16)
     return device if is_known else torch.device("cpu")
 

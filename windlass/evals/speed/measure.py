@@ -354,7 +354,7 @@ class Benchmark:
 
     @property
     def runs(self) -> int:
-        """How many runs count in all."""
+        """The number of timed runs in all."""
         return len(self.rows) * self._repetitions
 
     def run(self, progress: Progress, clock: Clock = time.perf_counter) -> None:

@@ -137,13 +137,13 @@ class Shape:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """For transformers."""
+        """The config of transformers."""
         fixed = {"max_position_embeddings": 131072, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
         return AutoConfig.for_model(self.model_type, num_hidden_layers=self.layers, **fixed, **self.options)
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model has."""
+        """The number of parameters of the model."""
         with torch.device("meta"):
             return sum(each.numel() for each in AutoModelForCausalLM.from_config(self.config).parameters())
 

@@ -1,4 +1,4 @@
-"""How a benchmark is shown: llama-bench's Markdown table, ratios within the run, and JSON objects."""
+"""Output of a benchmark: llama-bench's Markdown table, ratios within the run, and JSON objects."""
 
 import platform
 from collections.abc import Sequence
@@ -117,7 +117,7 @@ def footnote(rows: Sequence[BenchRow], conditions: Conditions) -> str:
 
 
 def ratios(rows: Sequence[BenchRow]) -> list[str]:
-    """For each list of several settings, a table of speeds against its first value, all else being equal."""
+    """A table for each list of several settings: speeds against its first value, all else being equal."""
     varied = [axis for axis in AXES if any(row.places[axis] for row in rows)]
     tables = []
     for axis in varied:
@@ -168,7 +168,7 @@ def as_json(row: BenchRow, conditions: Conditions) -> dict[str, object]:
 
 
 def cpu_name() -> str:
-    """As the system calls it."""
+    """The processor's name, from the system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

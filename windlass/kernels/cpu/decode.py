@@ -59,8 +59,7 @@ class Planned(NamedTuple):
 class Decode:
     """`reference_decode.decode` for the same slots, step after step: addresses and sizes are looked up once.
 
-    `queries` are those of any such step. Only while keys, values and tables have the memory that they had is it to be
-    called.
+    `queries` are those of any such step. Call it only while keys, values and tables have the memory that they had.
     """
 
     def __init__(self, slots: DecodeSlots, queries: Queries) -> None:
@@ -181,8 +180,8 @@ def _recall(store: RecallSlots) -> "_native.RecallArguments":
 class FewTokens:
     """`reference_layer` for the same layer, pass after pass, for up to MAX_ROWS tokens, all rows counted.
 
-    Only while the layer's weights have the memory that they had is it to be called. The result of a token does not
-    depend on the other tokens.
+    Call it only while the layer's weights have the memory that they had. The result of a token does not depend on the
+    other tokens.
     """
 
     def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
@@ -317,7 +316,7 @@ class DecoderSteps:
         return result
 
     def take_back(self, token: TokenInput, memory: StepMemory, released: Sequence[StepMemory]) -> None:
-        """Let all be as before the latest step, which was given these."""
+        """Undo the latest step, which was given these."""
         self._native.take_back(_token_arguments(token, 0), memory.addresses, _released(released))
 
     def written(self, memory: StepMemory, layer: int) -> SlotIndex:

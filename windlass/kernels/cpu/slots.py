@@ -145,7 +145,7 @@ def tile_arguments(keys: TiledKeys) -> tuple[int, int, int]:
 
 
 def digest_arguments(digests: Digests) -> tuple[int, int, int, int, int]:
-    """The same of both, which have as many tiles."""
+    """The `tile_arguments` of both, which have as many tiles."""
     return *tile_arguments(digests.largest)[:2], *tile_arguments(digests.least)
 
 

@@ -64,7 +64,7 @@ def address(tensor: Tensor | None) -> int:
 
 
 def visibility_arguments(visibility: Visibility) -> tuple[int, int, int, int]:
-    """Its limits, NO_LIMIT for none."""
+    """Limits of visibility, NO_LIMIT for none."""
     return (
         visibility.sliding_window or NO_LIMIT,
         visibility.reach or NO_LIMIT,
@@ -101,7 +101,7 @@ class SteadyTables:
         self._known = WeakIdKeyDictionary()  # of cos: a reference to sin, and what was found
 
     def __call__(self, tables: tuple[RotaryTable, RotaryTable], look: Look) -> bool:
-        """True if a few keys at positions that follow each other may be rotated by the first rows of `tables`."""
+        """Return True if the first rows of `tables` may rotate a few keys at consecutive positions."""
         cos, sin = tables
         known: tuple[ReferenceType[Tensor], bool] | None = self._known.get(cos)
         if known is None or known[0]() is not sin:
