@@ -179,7 +179,7 @@ class StepInput:
         tasks: Sequence[ActiveRequest],
         limits: EngineLimits,
     ) -> StepInput:
-        """The one that begins now, with so many waiting and under way."""
+        """The turn that begins now, with so many waiting and under way."""
         reasons = {task.ticket.number: _late(task, limits) for task in tasks}
         reasons |= {ticket.number: ticket.late(limits.seconds) for ticket in tickets}
         late = {number: failed.message for number, failed in reasons.items() if failed is not None}
@@ -235,7 +235,7 @@ class Lockstep:
         return self._ranks.is_first
 
     def tell(self, turn: StepInput) -> None:
-        """Let the others take the turn that rank 0 begins."""
+        """Send the turn that rank 0 begins to the other ranks."""
         new = tuple((each.number, _bare(each.request)) for each in turn.tickets if each.number > self._newest)
         self._newest = max([self._newest, *(number for number, _ in new)])
         self._ranks.told_by_first(_StepMessage(turn.is_over, new, turn.cancelled, turn.late))
@@ -488,7 +488,7 @@ class Scheduler(Service):
         return Lane(self._model, replace_batch(request.options), is_alone=True)
 
     def _retire(self) -> None:
-        """Free the rows of those that are over."""
+        """Free the rows of requests that are over."""
         for task in [task for task in self._tasks if task.is_over]:
             self._totals.count(task)
             task.close()

@@ -295,7 +295,7 @@ class ActiveRequest:
             self.ticket.put(Finish(self.writer.reason, self.usage()))
 
     def fail(self, message: str, is_ours: bool) -> None:
-        """End with an error."""
+        """End the request with an error."""
         self.is_over = True
         self.ticket.put(Failure(message, is_ours))
 

@@ -298,7 +298,7 @@ def rest(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def of_system(system: str | None) -> list[Message]:
-    """The messages that a conversation under this system prompt begins with."""
+    """The first messages of a conversation under this system prompt."""
     return [] if system is None else [message("system", system)]
 
 

@@ -85,7 +85,7 @@ class Crew:
 
 
 class RayExecutor(Executor):
-    """Workers of a Ray that is connected to. `note` is told of those that die, and of cells that none lives through."""
+    """Runs cells on workers of a connected Ray. `note` is told of workers that die, and of cells that none survives."""
 
     def __init__(self, options: EvalOptions, asked: int | None, note: Callable[[str], None]) -> None:
         """Start the workers of `Crew.of`. Raises: WindlassError for options that cannot be honoured."""
@@ -139,7 +139,7 @@ class RayExecutor(Executor):
                     running[idle.measured.remote(names, batch)] = idle, following
 
     def _replace(self, worker: Any, sent: Batch | None, queue: BatchQueue, running: Running) -> None:
-        """Start another worker, unless this one died while it loaded the model: so would the next."""
+        """Start another worker, unless this one died while it loaded the model, as the next one would."""
         del self._workers[worker]
         if sent is None:
             self._note("a worker died while it loaded the model; the others go on")

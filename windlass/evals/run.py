@@ -348,7 +348,7 @@ def header_of(name: str, seed: int, model: PreTrainedModel) -> Header:
 
 
 class Sweep:
-    """Everything that was asked for, and the file that its cases go to."""
+    """A whole evaluation, and the file that its cases go to."""
 
     def __init__(self, options: EvalOptions, note: Callable[[str], None], executor: Executor | None = None) -> None:
         """Check the options, and open the file. `note` is called with each amendment of the file.

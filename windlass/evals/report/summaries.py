@@ -38,7 +38,7 @@ class SettingRow:
 
     @property
     def told(self) -> str:
-        """All of it, for whoever points at it."""
+        """All facts about the row, for the text on hover."""
         numbers = f"{self.value:.4f}"
         if self.low is not None and self.high is not None:
             numbers += f", from {self.low:.4f} to {self.high:.4f}"

@@ -96,7 +96,7 @@ def _fill_layer(layer: SlotLayer, shape: LayerShape, depth: int, cache: KVCache)
 
 
 def _remember(layer: SlotLayer, shape: LayerShape, positions: Tensor, batch: int) -> None:
-    """Let tokens that no slot holds be recalled, where that is asked for."""
+    """Put tokens that no slot holds into the recall store, if there is one."""
     draw = torch.Generator().manual_seed(layer.index)
     for here in positions.split(BLOCK):
         keys, values = (

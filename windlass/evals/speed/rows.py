@@ -33,7 +33,7 @@ class BenchSetup:
     graph: str = "off"
 
     def labels(self) -> dict[str, int | str | None]:
-        """All of it as a row of results has it."""
+        """All settings, as a row of results has them."""
         return self.options.labels() | {"storage": self.storage, "threads": self.threads, "graph": self.graph}
 
     @property
@@ -65,7 +65,7 @@ class BenchRow:
 
     @property
     def tokens_per_s(self) -> float:
-        """The median."""
+        """The median speed."""
         return statistics.median(self.speeds)
 
     @property

@@ -140,7 +140,7 @@ def ratios(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def as_json(row: BenchRow, conditions: Conditions) -> dict[str, object]:
-    """All that is known of a row, for a JSON object."""
+    """All facts about a row, for a JSON object."""
     work = row.workload
     return {
         "model": conditions.model,

@@ -81,7 +81,7 @@ def can_read(queries: Queries, keys: PackedStates, values: PackedStates) -> bool
 
 
 def knows(states: PackedStates) -> bool:
-    """Return True if these kernels can read it."""
+    """Return True if these kernels can read these states."""
     return format_of(states) >= 0 and states.channels <= MAX_CHANNELS
 
 
@@ -207,7 +207,7 @@ def rotated(
 ) -> Tensor:
     """The first `used` slots as floats, rotated to `positions` (None: not rotated).
 
-    All channels that are held, whatever `states.last` says.
+    Returns all channels that are held, whatever `states.last` says.
     """
     states = replace(states, last=None)
     batch, kv_heads, slots = states.data.shape[:3]
