@@ -325,7 +325,7 @@ class PartsReader(PromptReader):
             yield
 
     def _spliced(self, piece: Piece) -> Iterator[None]:
-        """Splice one part into its place. A cached part is held during the splice only, and may be evicted afterwards."""
+        """Splice one part into its place. A cached part is held during the splice only, so it may be evicted later."""
         request, (start, stop) = self._request, piece
         ids, prefix = request.prompt[start:stop], request.prompt[: self._lead]
         key = CacheKey.of("part", request, part_options(request.options), prefix)
