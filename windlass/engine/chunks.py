@@ -161,7 +161,7 @@ def _text(cache: KVCache, row: int) -> list[int] | None:
 
 
 def _spans(cache: KVCache, parts: Sequence[Part], row: int, at: int) -> list[Span]:
-    """Where the parts will stand, the first of them at `at`."""
+    """The spans that the parts will take, the first of them from `at`."""
     known, spans = _text(cache, row), list[Span]()
     before = None if known is None else known[:at]
     for part in parts:
@@ -286,7 +286,7 @@ class PartsReader(PromptReader):
             yield
 
     def _spliced(self, piece: Piece) -> Iterator[None]:
-        """Put one part where it stands. It is held for the moment of the splice only, so that it may leave."""
+        """Splice one part into its place. A cached part is held during the splice only, so it may be evicted later."""
         request, (start, stop) = self._request, piece
         ids, prefix = request.prompt[start:stop], request.prompt[: self._lead]
         key = CacheKey.of("part", request, part_options(request.options), prefix)
@@ -300,7 +300,7 @@ class PartsReader(PromptReader):
         yield from self._encoded(key, ids, start)
 
     def _encoded(self, key: CacheKey, ids: tuple[int, ...], start: int) -> Iterator[None]:
-        """Read a part alone, put it where it stands, and keep it."""
+        """Read a part alone, splice it into its place, and cache it."""
         options = part_options(self._request.options)
         needed = RowBytes.of(self._model, options).reading(len(key.prefix) + len(ids))
         if needed > self._kept.limit:

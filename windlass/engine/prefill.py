@@ -252,7 +252,7 @@ def empty_cache(model: PreTrainedModel, request: Request) -> KVCache:
 
 
 def pack(cache: KVCache) -> None:
-    """Let tokens lie in the first slots, with none free behind them, as a file has them. Asks the device."""
+    """Move tokens to the first slots, with none free behind them, as a file has them. Asks the device."""
     for layer in cache.layers:
         if not layer.is_empty:
             layer.table.count()

@@ -57,9 +57,9 @@ class CacheKey:
 
 @dataclass(frozen=True, eq=False)
 class CacheEntry:
-    """A cache of one row that has read `tokens`; nobody writes into it. `number` names it to its owner.
+    """A cache of one row that has read `tokens`. Nobody writes into it. `number` names it to its owner.
 
-    `passes`: where the passes ended in which a prefix was read, of which only the same ones give the same state.
+    `passes`: the ends of the passes that read the prefix. Only the same passes give the same state.
     `logits`: (vocabulary,) of the last token, where the prefix is a whole prompt.
     """
 
@@ -92,7 +92,7 @@ class EntryInfo:
 
 @dataclass(frozen=True)
 class EntrySelector:
-    """Which of its caches an owner means: all, those of one `name`, or the one with this `id`."""
+    """A selection of an owner's caches: all, those of one `name`, or the one with this `id`."""
 
     owner: str
     name: str | None = None
@@ -106,10 +106,10 @@ class EntrySelector:
 
 @final
 class PrefixCache:
-    """Caches of at most `limit` bytes in all; those that were used longest ago leave first. Safe in any thread.
+    """Caches of at most `limit` bytes in all. The least recently used are evicted first. Safe in any thread.
 
-    What is being made counts too: `reserve` gives it room before it is there. `may_leave` says of a cache that it need
-    not stay.
+    A cache under way counts too: `reserve` makes room for it in advance. `may_leave` tells whether a cache may be
+    evicted.
     """
 
     def __init__(self, limit: int) -> None:
@@ -121,7 +121,7 @@ class PrefixCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all of them, and those that are reserved; never more than `limit`."""
+        """Bytes of all caches, reserved ones included. Never more than `limit`."""
         with self._lock:
             return self._bytes
 
@@ -135,14 +135,14 @@ class PrefixCache:
             return [each for each in self._held if each.key == key]
 
     def use(self, kept: CacheEntry) -> None:
-        """Note that a cache was used, so that it stays longer than others."""
+        """Note that a cache was used. It is then evicted last."""
         with self._lock:
             if kept in self._held:
                 self._held.remove(kept)
                 self._held.append(kept)
 
     def add(self, kept: CacheEntry, place: int | None = None) -> bool:
-        """Keep a cache, in a reserved `place` or where others leave; returns whether there was room.
+        """Keep a cache, in a reserved `place` or in place of evicted ones. Returns whether there was room.
 
         A reserved place is given back in any case.
         """
@@ -155,9 +155,9 @@ class PrefixCache:
             return True
 
     def reserve(self, size: int) -> int | None:
-        """A place of so many bytes, to be given to `add` or `release`; None: there is none for now.
+        """Reserve `size` bytes. Returns a place to be given to `add` or `release`, or None if there is no room for now.
 
-        There will be one once others have been given back, unless `size` exceeds the limit.
+        There will be room once other places are released, unless `size` exceeds the limit.
         """
         with self._lock:
             if not self._make_room(size):
@@ -172,7 +172,7 @@ class PrefixCache:
             self._reserved.pop(place, None)
 
     def forget(self, wanted: EntrySelector) -> list[EntryInfo]:
-        """Let go of these; returns what they were."""
+        """Delete these caches. Returns a record of each."""
         with self._lock:
             found = [each for each in self._held if wanted.has(each.key, each.number)]
             self._held = [each for each in self._held if each not in found]
@@ -184,7 +184,7 @@ class PrefixCache:
             return [each.stored for each in reversed(self._held) if wanted.has(each.key, each.number)]
 
     def _make_room(self, size: int) -> bool:
-        """Let others leave until there is room for `size` bytes; none does where that would not be enough."""
+        """Evict caches until `size` bytes are free. Evicts none and returns False where that would not be enough."""
         leaving, free = list[CacheEntry](), self.limit - self._bytes
         for each in self._held:
             if free >= size:
@@ -206,9 +206,9 @@ FILE_BYTES: Final = 1 << 16
 
 
 def salt_of(folder: Path) -> bytes:
-    """The secret of a folder, by which its names are made; a new one where it has none.
+    """The secret of a folder, which its file names are derived from. A folder without one gets a new one.
 
-    Raises: UsageError for what is no folder, and for a secret that is damaged.
+    Raises: UsageError for a path that is no folder, and for a secret that is damaged.
     """
     path = check_folder(folder, "the folder for caches") / SALT
     try:
@@ -244,11 +244,11 @@ class File:
 
 @final
 class DiskTier:
-    """The caches in a folder, in files of at most `limit` bytes in all; those used longest ago are deleted first.
+    """The caches in a folder, in files of at most `limit` bytes in all. The least recently used are deleted first.
 
     A thread of its own writes. Until a cache is written, it is `pending`. Other files of the folder are left alone.
 
-    Raises: UsageError for what is no folder, or one that another server has.
+    Raises: UsageError for a path that is no folder, or a folder that another server has.
     """
 
     def __init__(self, folder: Path, limit: int, model: PreTrainedModel) -> None:
@@ -275,7 +275,7 @@ class DiskTier:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files; never more than `limit`."""
+        """Bytes of all files. Never more than `limit`."""
         with self._changed:
             return self._bytes
 
@@ -300,9 +300,9 @@ class DiskTier:
                 self._changed.notify_all()
 
     def longest(self, request: Request, key: CacheKey, beyond: int) -> CacheEntry | None:
-        """The longest cache that the prompt goes beyond, of more than `beyond` tokens; None: there is none.
+        """The longest cache of a true prefix of the prompt, of more than `beyond` tokens. None: there is none.
 
-        A file that does not hold what its name says is deleted, and the log tells it.
+        A file whose contents do not match its name is deleted and logged.
         """
         prompt = request.prompt
         shelf = self._hash("shelf", owner_of(key.tenant), key.name)
@@ -327,7 +327,7 @@ class DiskTier:
             return [self._told(each) for each in reversed(self._files.values()) if self._is(wanted, each)]
 
     def forget(self, wanted: EntrySelector) -> list[EntryInfo]:
-        """Delete these files, and write none of these that are pending; returns what they were."""
+        """Delete these files, and write none of these that are pending. Returns a record of each deleted file."""
         with self._writes, self._changed:  # not while one is written, which would appear afterwards
             for number, kept in list(self._pending.items()):
                 if wanted.has(kept.key, number):
@@ -338,7 +338,7 @@ class DiskTier:
             return [self._told(each) for each in found]
 
     def close(self) -> None:
-        """Write what is pending, and let others have the folder. May be repeated."""
+        """Write the pending caches, and let other servers have the folder. May be repeated."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -382,7 +382,7 @@ class DiskTier:
             self._make_room(0)
 
     def _loaded(self, file: File, request: Request, tokens: tuple[int, ...]) -> KVCache | None:
-        """The cache of a file, once it is known to be the state after `tokens` in a row like the request's."""
+        """The cache of a file. None, and the file is deleted, unless it holds `tokens` with the request's options."""
         path = self._folder / file.name
         try:
             cache = KVCache.load(path, self._model, policy=request.options.policy)
@@ -412,7 +412,7 @@ class DiskTier:
         return [file for _, file in sorted(found, key=lambda each: each[0])]
 
     def _make_room(self, size: int) -> None:
-        """Delete files until there is room for so many bytes."""
+        """Delete the least recently used files until there is room for `size` bytes."""
         while self._files and self._bytes + size > self.limit:
             self._delete(next(iter(self._files.values())))
 
@@ -433,7 +433,7 @@ class DiskTier:
         return hmac.new(self._salt, json.dumps(said).encode(), hashlib.sha256).hexdigest()[:16]
 
     def _ids(self, key: CacheKey, tokens: tuple[int, ...], passes: tuple[int, ...], lengths: list[int]) -> list[str]:
-        """Ids of caches of the first tokens, for `lengths` that rise, read in passes that end at `passes`."""
+        """Ids of caches of prefixes of `tokens`, of rising `lengths`, read in passes that end at `passes`."""
         said = ["cache", self._model_hash, key.kind, key.tenant, key.name, key.labels]
         digest, ids, at = hmac.new(self._salt, json.dumps(said).encode() + b"\n", hashlib.sha256), [], 0
         ends = frozenset(passes)
@@ -452,7 +452,7 @@ def _most_bytes(kept: CacheEntry) -> int:
 
 @final
 class Snapshots:
-    """Snapshots among what is `kept` in memory, and on `disk` too, if there is one."""
+    """Snapshots among the caches `kept` in memory, and on `disk` too, if there is one."""
 
     def __init__(self, kept: PrefixCache, disk: DiskTier | None = None) -> None:
         self.kept, self._disk = kept, disk
@@ -461,11 +461,11 @@ class Snapshots:
 
     @property
     def packs(self) -> bool:
-        """True if caches are packed as they are read: as a file has them, so that a hit goes on in the same slots."""
+        """Return True if caches are packed while they are read, as a file has them. A hit then uses the same slots."""
         return self._disk is not None
 
     def longest(self, request: Request) -> CacheEntry | None:
-        """The longest cache that the request's prompt begins with, as a copy; None: there is none, or the request looks
+        """The longest cache that the request's prompt begins with, as a copy. None: there is none, or the request looks
         none up. One of the whole prompt has its logits."""
         if not request.reuse.lookup:
             return None
@@ -482,8 +482,8 @@ class Snapshots:
         return replace(best, cache=copy.deepcopy(best.cache))
 
     def wanted(self, request: Request) -> frozenset[int]:
-        """After how many tokens of this prompt snapshots are to be taken: where a message ends, where the last pass
-        begins, and where it parts from a prompt of before. A prompt of one pass is kept as a whole."""
+        """Lengths of this prompt's prefixes that are to be cached: up to the end of a message, up to the last pass, and
+        up to the last pass that it shares with a cached prompt. A prompt of one pass is cached as a whole."""
         if self.kept.limit == 0 or request.options.recall or not request.reuse.store:
             return frozenset()
         prompt, passes, known = request.prompt, request.pass_ends, self._of(request)
@@ -518,13 +518,13 @@ class Snapshots:
         return held + _others(held, [] if self._disk is None else self._disk.stored(wanted))
 
     def forget(self, wanted: EntrySelector) -> list[EntryInfo]:
-        """Let go of what is kept of these; returns what that was."""
+        """Delete these caches in memory and on disk. Returns a record of each."""
         gone = [] if self._disk is None else self._disk.forget(wanted)
         held = self.kept.forget(wanted)
         return held + _others(held, gone)
 
     def close(self) -> None:
-        """Nothing more is kept; what is still to be written is. May be repeated."""
+        """Write the pending caches to disk, and close it. May be repeated."""
         if self._disk is not None:
             self._disk.close()
 
@@ -543,7 +543,7 @@ def _key(request: Request) -> CacheKey:
 
 
 def _serves(kept: CacheEntry, request: Request) -> bool:
-    """Return True if a prompt begins with what a cache has read, in the same passes."""
+    """Return True if a prompt begins with the tokens that a cache has read, in the same passes."""
     size, passes = len(kept.tokens), kept.passes
     is_whole = size == len(request.prompt)
     is_alike = request.prompt[:size] == kept.tokens and request.pass_ends[: len(passes)] == passes
@@ -551,6 +551,6 @@ def _serves(kept: CacheEntry, request: Request) -> bool:
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """The number of first tokens that both share."""
     pairs = zip(one, other, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""Tokens of joined chunks that are read a second time: which, and the passes that do."""
+"""Tokens of joined chunks that are read a second time: their choice, and the passes that read them."""
 
 import re
 from abc import ABC, abstractmethod
@@ -124,7 +124,10 @@ FORMS: Final = "none, first(16), divergent(0.16), all"
 
 
 def recompute_of(spec: str | Recompute) -> Recompute:
-    """The rule that `spec` names or is. Raises: UsageError for another name, or numbers that it does not take."""
+    """The rule that `spec` names, or `spec` itself.
+
+    Raises: UsageError for another name, or numbers that the rule does not take.
+    """
     if isinstance(spec, Recompute):
         return spec
     check_kind("recompute", spec, str, "a mode or its name", f"use one of: {FORMS}")
@@ -195,7 +198,7 @@ def divergence(
 ) -> Tensor:
     """Distances of the tokens' values in the second layer from those of a fresh read, at these positions.
 
-    That layer has the new ones afterwards.
+    The layer then has the new values.
     """
     layers = cache.by_layer
     if len(layers) <= LOOKED_AT:

@@ -33,8 +33,8 @@ class Grammar(ABC):
 
 @dataclass(frozen=True)
 class Reuse:
-    """A request's use of caches that are kept from one request to the next: whether it looks one up, and stores
-    its own. Those of another `name` it neither finds nor is found by."""
+    """A request's use of cached prefixes. `lookup`: it looks one up. `store`: its own is cached. Requests of
+    another `name` do not share them."""
 
     lookup: bool = True
     store: bool = True
@@ -44,7 +44,7 @@ class Reuse:
 @dataclass(frozen=True)
 class PromptParts:
     """Parts of a prompt that are read once each, wherever they stand: the [start, stop) `spans` of its tokens, in
-    order, the rest being read between and behind them. `recompute` says what of them is read again in its place."""
+    order. The rest is read between and behind them. `recompute` says which of their tokens are read again in place."""
 
     spans: tuple[tuple[int, int], ...]
     recompute: Recompute
@@ -54,16 +54,15 @@ class PromptParts:
 class Request:
     """One text to be written after the token ids of `prompt`, in a row of a cache with these `options`.
 
-    `presence_penalty` and `frequency_penalty` are taken from the logits of tokens that the text has written, once and
-    as often as it has; `logit_bias` is added to those of a token id. Log probabilities, of the token and the
-    `top_logprobs` likeliest, come with each token unless that is None; they are those of the logits after all this,
-    before the temperature. `scores_prompt`: those of the prompt's tokens come, too, by the logits as the model gives
-    them; nothing that was kept is then taken for what the prompt begins with. `max_tokens`: 0 writes nothing.
-    `tenant`: only requests of the same one share what the engine has read before; up to its first `/` it is whose they
-    are. `parts`: those of the prompt that are joined, not read in their order; None: none. `seconds`: the request fails
-    once it took longer, the time that it waited for a row included; None: when the engine says. `ends`: how many tokens
-    of the prompt stand before the end of each message, where they are known; `head`: how many its system text has, with
-    all that the chat template puts before a user's first message.
+    `presence_penalty` is subtracted once from the logit of each token that the text has written, `frequency_penalty` as
+    often as the text has it. `logit_bias` is added to the logit of a token id. Log probabilities of the token and the
+    `top_logprobs` likeliest come with each token unless that is None. They follow from the logits after all this,
+    before the temperature. `scores_prompt`: log probabilities of the prompt's tokens come too, by the model's own
+    logits. Such a request uses no cached prefix. `max_tokens`: 0 writes nothing. `tenant`: only requests of the same
+    tenant share cached prefixes. Its text up to the first `/` names the owner. `parts`: parts of the prompt that are
+    joined, not read in order. None: no parts. `seconds`: the request fails once it took longer, its wait for a row
+    included. None: the engine's limit. `ends`: the number of prompt tokens before the end of each message, where known.
+    `head`: the number of tokens of the system text, with all that the chat template puts before a user's first message.
     """
 
     prompt: tuple[int, ...]
@@ -86,9 +85,9 @@ class Request:
 
     @cached_property
     def pass_ends(self) -> tuple[int, ...]:
-        """Where the passes over the prompt end: with each message, and after as many tokens as a chunk has.
+        """The ends of the passes over the prompt: at the end of each message, and after each chunk of it.
 
-        They follow from the messages up to there alone, so that prompts which begin alike are read alike.
+        Each end follows from the messages before it alone, so that prompts with a common prefix are read alike.
         """
         found, last = list[int](), len(self.prompt)
         stops = [*(end for end in self.ends if end < last), last]
@@ -98,16 +97,16 @@ class Request:
 
 
 def owner_of(tenant: str) -> str:
-    """Whose requests those of a tenant are: an owner may have several."""
+    """The owner of a tenant. An owner may have several tenants."""
     return tenant.partition("/")[0]
 
 
 @dataclass(frozen=True)
 class Usage:
-    """Usage of a request. `seen`: tokens of prompt and text that the cache has read; `kept`, the most that a layer
-    holds of them, `evicted`, the others, and `recalled`, those that each step may read of these. `cached`: tokens of
-    the prompt that were not read for this request; `recomputed`: those of its parts that were read again in their
-    place. `bytes` are those of its row."""
+    """Usage of a request. `seen`: tokens of prompt and text that the cache has read. `kept`: the most of them that a
+    layer holds. `evicted`: the others. `recalled`: evicted tokens that each step may read. `cached`: tokens of the
+    prompt that were not read for this request. `recomputed`: tokens of its parts that were read again in their place.
+    `bytes` are those of its row."""
 
     prompt: int
     written: int
@@ -167,7 +166,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Failure:
-    """The text will not go on. `is_ours`: by an error of the engine, not by what was asked for."""
+    """The end of a text by an error. `is_ours`: the error is the engine's, not the request's."""
 
     message: str
     is_ours: bool
@@ -177,7 +176,7 @@ Event = Progress | PromptLogprobs | Piece | Finish | Failure
 
 
 class Ticket:
-    """A request that was taken, and its events. `notify` is called by the engine's thread after each; it must not wait.
+    """An accepted request and its events. The engine's thread calls `notify` after each event. It must not wait.
 
     Any thread may take the events.
     """
@@ -191,7 +190,7 @@ class Ticket:
         """Return True if nobody waits for its events any more."""
 
     def put(self, event: Event) -> None:
-        """Give out an event; after the last one, nothing."""
+        """Give out an event. Events after the last one are dropped."""
         with self._changed:
             if self._is_over:
                 return
@@ -204,7 +203,7 @@ class Ticket:
             self._notify()
 
     def take(self, timeout: float | None = 0.0) -> list[Event]:
-        """All events since the last call; waits up to `timeout` seconds for one, None: for ever."""
+        """All events since the last call. Waits up to `timeout` seconds for one, None: for ever."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._events), timeout)
             events = [event for _, event in self._events]
@@ -223,12 +222,15 @@ class Ticket:
 
     @property
     def waiting(self) -> tuple[int, float]:
-        """How many events nobody has taken, and for how many seconds the oldest of them."""
+        """The number of events that nobody has taken, and the age of the oldest in seconds."""
         with self._changed:
             return len(self._events), monotonic() - self._events[0][0] if self._events else 0.0
 
     def late(self, seconds: float | None) -> Failure | None:
-        """How it ends where it took too long: longer than it asked for, or else than so many seconds."""
+        """The failure of a request that took longer than its own `seconds`, or without these than the given ones.
+
+        None: it has not.
+        """
         most = seconds if self.request.seconds is None else self.request.seconds
         if most is None or monotonic() - self._arrived <= most:
             return None
@@ -239,7 +241,7 @@ Phase = Literal["waiting", "reading", "writing"]
 
 
 class QueueFullError(WindlassError):
-    """No more requests are taken for now; try again after `seconds`."""
+    """The queue takes no more requests for now. Try again after `seconds`."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
@@ -254,9 +256,9 @@ class EngineDeadError(WindlassError):
 class EngineLimits:
     """Limits of the scheduler: `queue` requests that wait, of `queued_tokens` in all, a prompt of `prompt_tokens`.
 
-    `unread_events` of a ticket may wait for `unread_seconds`; then its request is cancelled. `reading` prompts are read
-    in turn. `alone` requests may have other options than the rows have; each then has a cache of its own, of at most
-    `alone_bytes`. `seconds`: of a request from its arrival to its end; None: as long as it takes.
+    `unread_events` of a ticket may wait for `unread_seconds`, after which its request fails. `reading` prompts are read
+    in turn. `alone` requests may have other options than the rows have. Each of them has a cache of its own, of at most
+    `alone_bytes`. `seconds`: of a request from its arrival to its end. None: no limit.
     """
 
     queue: int = 64
@@ -287,7 +289,7 @@ class RowStatus:
 class EngineStatus:
     """The engine between two steps. `bytes_held` of all caches never exceeds `bytes_limit`.
 
-    `is_alive`: its thread runs; after three errors in a row it does not. Totals count since the start.
+    `is_alive`: its thread runs. Three errors in a row end it. Totals count since the start.
     """
 
     is_alive: bool

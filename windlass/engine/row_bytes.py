@@ -1,4 +1,4 @@
-"""How many bytes a request takes, before it takes them."""
+"""The bytes of a request, told before it takes them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LayerBytes:
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes of one row of a cache with these options: what it never exceeds, whatever it reads and writes."""
+    """Bytes of one row of a cache with these options, as upper bounds for a text of a given length."""
 
     options: CacheOptions
     layers: tuple[LayerBytes, ...]
@@ -58,20 +58,20 @@ class RowBytes:
         return cls(cache.options, layers, cache.bytes_held - slots + STEP_BYTES * cache.chunk)
 
     def writing(self, tokens: int) -> int:
-        """While it writes, of a text that ends after `tokens`."""
+        """Bytes while it writes a text that ends after `tokens`."""
         return self._bytes(tokens, HEADROOM + self.options.rollback, is_whole=False)
 
     def reading(self, tokens: int) -> int:
-        """While its prompt, of so many tokens at most, is read: by a policy that is `OneShot`, held whole."""
+        """Bytes while its prompt of at most `tokens` is read. A `OneShot` policy holds it whole."""
         is_whole = find(self.options.policy, OneShot) is not None
         return self._bytes(tokens, max(self.options.chunk, HEADROOM + self.options.rollback), is_whole)
 
     def prompt(self, tokens: int, has_parts: bool) -> int:
-        """While a prompt is read that may have parts, or has none."""
+        """Bytes while a prompt is read, which may have parts if `has_parts`."""
         return max(self.reading(tokens), self.joining(tokens)) if has_parts else self.reading(tokens)
 
     def joining(self, tokens: int) -> int:
-        """While a prompt with parts is read, the last of which ends within the budget."""
+        """Bytes while a prompt with parts is read, the last of which ends within the budget."""
         budget, chunk = self.options.budget, self.options.chunk
         if budget is None:
             return self.reading(tokens + chunk)
@@ -80,7 +80,7 @@ class RowBytes:
         return self.fixed + sum(each.of_slot * slots for each in self.layers)
 
     def recalled(self, tokens: int) -> int:
-        """Beside these, of what such a text may recall: in memory, or in a file."""
+        """Bytes of the tokens that such a text may recall, in memory or in a file. They come on top of the row's."""
         return int(sum(each.of_recalled for each in self.layers) * (1.5 * tokens + 2 * PIECE))
 
     def _bytes(self, tokens: int, room: int, is_whole: bool) -> int:
@@ -103,7 +103,7 @@ def most_held(rows: Sequence[RowBytes], counts: Sequence[int], limits: EngineLim
 
 
 def replace_batch(options: CacheOptions, batch: int = 1) -> CacheOptions:
-    """The same options for another number of rows, and of tokens that can be rolled back: none."""
+    """The same options for another number of rows, without tokens that can be rolled back."""
     return replace(options, batch=batch, rollback=0)
 
 
@@ -136,7 +136,7 @@ class Sizes:
         self._at = 0.0
 
     def of(self, caches: Sequence[KVCache], is_exact: bool) -> list[int]:
-        """Bytes of each, of what it can recall as well; made anew where they are to be exact."""
+        """Bytes of each cache, its recalled tokens included. Counted anew where they are to be exact."""
         is_same = len(caches) == len(self._caches) and all(
             own is other and own.batch_size == rows for own, (other, rows) in zip(caches, self._caches, strict=True)
         )

@@ -28,9 +28,9 @@ class Sampler:
     `texts` are the rows' tokens so far, which a repetition penalty counts. Row r of a batch draws from a
     generator of its own on the CPU, so that its draws are the same in any batch and on every device. All that
     `choose` reads lies in the same memory at every step and nothing waits for the device, so it may be captured
-    in a graph; `prepare` comes before each step, captured or not.
+    in a graph. Call `prepare` before each step, captured or not.
 
-    Of a model on several `ranks` each of them chooses, and the tokens of rank 0 are taken by all.
+    With several `ranks` each of them chooses, and all take the tokens of rank 0.
     """
 
     @no_inference_mode
@@ -75,7 +75,7 @@ class Sampler:
 
     @no_inference_mode
     def choose(self, logits: Tensor) -> Tensor:
-        """One token a row, (batch, 1), from `logits` (batch, vocabulary); the first call must not be captured."""
+        """One token a row, (batch, 1), from `logits` (batch, vocabulary). The first call must not be captured."""
         if self._penalty != 1.0:
             logits = self._penalised(logits.float())
         if self._is_greedy:
@@ -116,7 +116,7 @@ BROKEN: Final = -2
 
 
 def agreed_token(ranks: Ranks | None, choose: Callable[[], int]) -> int:
-    """The token that `choose` gives on rank 0, which alone is asked; all ranks raise where it does."""
+    """The token that `choose` gives on rank 0. Only rank 0 calls it. All ranks raise where it does."""
     if ranks is None:
         return choose()
     if not ranks.is_first:

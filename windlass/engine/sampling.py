@@ -8,13 +8,13 @@ from windlass.core.fields import Option, check_fields, declared
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a token is chosen; temperature 0 takes the likeliest, and no other number then matters
+    """Settings by which a token is sampled. Temperature 0 takes the likeliest, and no other number then matters
     but `repetition_penalty`.
 
     `seed`: row r of a batch draws from its own generator, seeded with `seed + r`, so that a row
     gives the same text alone (under that seed) as in any batch.
 
-    Raises: UsageError for what is no number, or one out of range.
+    Raises: UsageError for a value that is no number or is out of range.
     """
 
     temperature: float = declared(
@@ -51,11 +51,11 @@ FinishReason = Literal["stop", "length", "interrupted"]
 
 @dataclass(frozen=True)
 class Result:
-    """One row's text and what it took.
+    """One row's text and its cost.
 
     `finish_reason`: `stop` at an end-of-text token or a stop string (part of `tokens`, not of `text`), `length` at
-    `max_tokens`, `interrupted` when the caller ended it; `text` then lacks what a stream held back. Speeds count this
-    row's tokens; `bytes_held` is that of the whole cache.
+    `max_tokens`, `interrupted` when the caller ended it. An interrupted `text` lacks the end that a stream held back.
+    Speeds count this row's tokens. `bytes_held` is that of the whole cache.
     """
 
     tokens: list[int]

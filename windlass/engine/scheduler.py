@@ -1,8 +1,8 @@
 """Many texts at once: one thread owns the model and its caches, and lets requests read and write in turn.
 
-A turn is one decode step of every lane, then one chunk of one prompt. So nothing that writes waits longer than a chunk,
-and a long prompt holds no short one back: prompts that are read take turns. A request waits until it has a row; then
-all the memory that it can need is its own.
+A turn is one decode step of every lane, then one chunk of one prompt. So no decode step waits longer than a chunk, and
+a long prompt holds no short one back, because prompts are read in turn. A request waits until it has a row. From then
+on it owns all the memory that it can need.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from windlass.hf.kv_cache import KVCache
 
 
 class Watcher(ABC):
-    """Looks at what rows hold. An engine calls `step` after each pass, where `is_watched`, and nothing else."""
+    """Looks at the contents of rows. An engine calls `step` after each pass, where `is_watched`, and nothing else."""
 
     is_watched: bool
 
     @abstractmethod
     def step(self, cache: CacheState, row: int = 0, number: int = 0, is_last: bool = False) -> None:
-        """A pass has changed row `row` of `cache`, which holds the text of request `number`; `is_last`: for good."""
+        """Look at row `row` of `cache`, which a pass has changed. It holds the text of request `number`. `is_last`: the
+        pass was its last."""
 
 
 class Service(ABC):
@@ -57,20 +58,20 @@ class Service(ABC):
         return (self.options,)
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
-        """Take one request; see `submit_all`."""
+        """Take one request. See `submit_all`."""
         return self.submit_all([request], notify)[0]
 
     @abstractmethod
     def submit_all(self, requests: Sequence[Request], notify: Callable[[], None] | None = None) -> list[Ticket]:
-        """Take all of these requests, or none; after each event of a ticket the engine's thread calls `notify`.
+        """Take all of these requests, or none. After each event of a ticket the engine's thread calls `notify`.
 
-        Raises: UsageError for a prompt or options that cannot be served, saying what can; QueueFullError;
+        Raises: UsageError for a prompt or options that cannot be served, naming those that can. QueueFullError.
         EngineDeadError.
         """
 
     @abstractmethod
     def cancel(self, ticket: Ticket) -> None:
-        """Let a request end between two steps, whatever its phase; no event comes after this. May be repeated."""
+        """End a request between two steps, whatever its phase. No event comes after this. May be repeated."""
 
     @abstractmethod
     def status(self) -> EngineStatus:
@@ -81,12 +82,12 @@ class Service(ABC):
         return ()
 
     def forget(self, wanted: EntrySelector) -> Sequence[EntryInfo]:
-        """Let go of what is kept, and say what that was; requests under way have copies of their own."""
+        """Delete these cached prefixes. Returns a record of each. Requests under way have copies of their own."""
         return ()
 
     @abstractmethod
     def stop(self, seconds: float = 0.0) -> None:
-        """Take nothing more, end what is not done after so many seconds, and let the thread end. May be repeated."""
+        """Refuse new requests, end those not done after `seconds`, and end the thread. May be repeated."""
 
 
 @dataclass
@@ -117,8 +118,8 @@ ALONE: Final = "alone"  # lanes of one request, all together
 
 class ErrorCounter:
     """Does work, and counts errors in a row: of all work, and of the steps of each lane. So prompts that are read well
-    do not hide a lane whose steps fail. `is_fatal`: the first error of ours is raised, for other ranks may stand
-    elsewhere then."""
+    do not hide a lane whose steps fail. `is_fatal`: the first error of the engine's own is raised, because other ranks
+    may not have met it."""
 
     def __init__(self, totals: Totals, is_fatal: bool) -> None:
         self._totals, self._is_fatal = totals, is_fatal
@@ -130,9 +131,9 @@ class ErrorCounter:
         return any(count >= ERRORS for count in self._in_a_row.values())
 
     def do(self, tasks: Sequence[ActiveRequest], work: Callable[[], None], lane: Lane | None = None) -> bool:
-        """Let an error of `work` be one of the `tasks`, and of no other; `lane`: what it is a step of.
+        """Run `work`, and let its error fail only these `tasks`. `lane`: the lane that it is a step of.
 
-        False where it was an error of ours.
+        Returns False where the error was the engine's own.
         """
         counts = [ALL] if lane is None else [ALL, ALONE if lane.is_alone else id(lane)]
         errors = self._totals.errors
@@ -161,8 +162,8 @@ BEAT: Final = 1.0  # seconds between two turns of an engine that has nothing to 
 
 @dataclass(frozen=True)
 class StepInput:
-    """`tickets` wait for a row, the first first; `cancelled` are numbers of requests that nobody waits for, and `late`
-    those of requests that have failed, with the reasons. `is_over`: there is no turn any more."""
+    """Input of a turn. `tickets` wait for a row, in order. `cancelled` are numbers of requests that nobody waits for,
+    and `late` those of requests that have failed, with the reasons. `is_over`: there is no turn any more."""
 
     is_over: bool
     tickets: Sequence[Ticket]
@@ -178,14 +179,14 @@ class StepInput:
         tasks: Sequence[ActiveRequest],
         limits: EngineLimits,
     ) -> StepInput:
-        """The one that begins now, with so many waiting and under way."""
+        """The turn that begins now, with so many waiting and under way."""
         reasons = {task.ticket.number: _late(task, limits) for task in tasks}
         reasons |= {ticket.number: ticket.late(limits.seconds) for ticket in tickets}
         late = {number: failed.message for number, failed in reasons.items() if failed is not None}
         return cls(is_over, list(tickets), frozenset(cancelled), late)
 
     def drop(self, tasks: Sequence[ActiveRequest], waiting: Admission) -> int:
-        """Let go what was cancelled, in whatever phase, and what is late; returns how many were cancelled."""
+        """End requests that were cancelled, in any phase, and those that are late. Returns the count of cancelled."""
         gone = [task for task in tasks if task.ticket.number in self.cancelled]
         for task in gone:
             task.is_over = True
@@ -208,7 +209,7 @@ class StepInput:
 
 @dataclass(frozen=True)
 class _StepMessage:
-    """A turn as it travels: of tickets those that are new, without what only rank 0 goes by."""
+    """A turn as rank 0 sends it: only the new tickets, without the fields that only rank 0 reads."""
 
     is_over: bool
     arrived: tuple[tuple[int, Request], ...]
@@ -234,25 +235,25 @@ class Lockstep:
         return self._ranks.is_first
 
     def tell(self, turn: StepInput) -> None:
-        """Let the others take the turn that rank 0 begins."""
+        """Send the turn that rank 0 begins to the other ranks."""
         new = tuple((each.number, _bare(each.request)) for each in turn.tickets if each.number > self._newest)
         self._newest = max([self._newest, *(number for number, _ in new)])
         self._ranks.told_by_first(_StepMessage(turn.is_over, new, turn.cancelled, turn.late))
 
     def take(self, waiting: list[Ticket]) -> StepInput:
-        """The turn that rank 0 begins; what is new there is added to those that are `waiting`."""
+        """The turn that rank 0 begins. Adds the tickets that are new there to those that are `waiting`."""
         told = self._ranks.told_by_first(_StepMessage(False, (), frozenset()))
         waiting += [Ticket(number, request) for number, request in told.arrived]
         return StepInput(told.is_over, list(waiting), told.cancelled, told.late)
 
 
 def _bare(request: Request) -> Request:
-    """A request as the other ranks need it: they choose no tokens, and tell nobody what those are."""
+    """A request as the other ranks need it. They choose no tokens and report none."""
     return replace(request, grammar=None, top_logprobs=None, logit_bias={})
 
 
 def _late(task: ActiveRequest, limits: EngineLimits) -> Failure | None:
-    """Why a request is not to go on, if it took too long."""
+    """The failure of a request whose events nobody took, or that took too long. None: neither."""
     count, seconds = task.ticket.waiting
     if count > limits.unread_events and seconds > limits.unread_seconds:
         return Failure("its events were not taken", is_ours=False)
@@ -261,9 +262,10 @@ def _late(task: ActiveRequest, limits: EngineLimits) -> Failure | None:
 
 @final
 class Scheduler(Service):
-    """Serves requests in `rows`: so many of each kind of options. The first kind is what most requests get.
+    """Serves requests in `rows`: so many of each kind of options. Most requests get the first kind.
 
-    `reuse_bytes` are for what is kept of prompts, which a `disk` has, too; `watcher` looks at rows. `start` begins.
+    `reuse_bytes` bounds the cached prefixes in memory. A `disk` holds prefixes too. `watcher` looks at rows. `start`
+    begins.
 
     Raises: UsageError for options without a budget, and for two kinds that are alike.
     """
@@ -304,7 +306,7 @@ class Scheduler(Service):
 
     @property
     def bytes_limit(self) -> int:
-        """The most that `EngineStatus.bytes_held` can be: rows, prompts that are read, and what is kept for reuse."""
+        """The most that `EngineStatus.bytes_held` can be: rows, prompts under way, and cached prefixes."""
         counts = [lane.options.batch for lane in self._lanes]
         return most_held(self.row_bytes, counts, self.limits, self._snapshots.kept.limit)
 
@@ -372,7 +374,7 @@ class Scheduler(Service):
             self._end("the engine has failed; see its log")
 
     def _served(self) -> str:
-        """Take turns until the end; returns why that is."""
+        """Take turns until the end. Returns the reason of the end."""
         while True:
             turn = self._next_turn()
             if turn.is_over:
@@ -387,7 +389,7 @@ class Scheduler(Service):
             self._status = self._told()
 
     def _next_turn(self) -> StepInput:
-        """Wait until there is something to do, here or on rank 0, which then says what."""
+        """Wait until there is work, here or on rank 0, and return the turn."""
         lockstep = self._lockstep
         if lockstep is not None and not lockstep.leads:
             return lockstep.take(self._waiting.tickets)
@@ -421,7 +423,7 @@ class Scheduler(Service):
         self._retire()
 
     def _write(self, lane: Lane, writing: Sequence[ActiveRequest]) -> None:
-        """One token more of each text in a lane; what the lane holds is lost by an error of ours."""
+        """Write one more token of each text in a lane. An error of the engine's own loses the lane's contents."""
 
         def step() -> None:
             logits = lane.step({task.row: task.writer.token for task in writing})
@@ -434,7 +436,7 @@ class Scheduler(Service):
             lane.reset()
 
     def _show(self, task: ActiveRequest) -> None:
-        """Let whoever looks see what a request's row holds."""
+        """Show the watcher a request's row."""
         if self._watcher is not None and self._watcher.is_watched:
             try:
                 self._watcher.step(task.cache, task.index, task.ticket.number, task.is_over)
@@ -443,7 +445,7 @@ class Scheduler(Service):
                 self._watcher = None
 
     def _admit(self, turn: StepInput) -> None:
-        """Give rows to those that wait, the first first; who waits for one kind holds nobody back of another."""
+        """Give rows to waiting requests, in order. One that waits for one kind of row holds none of another back."""
         for ticket in turn.wanted:
             if len(self._reading) >= self.limits.reading:
                 return
@@ -472,7 +474,11 @@ class Scheduler(Service):
                     self._waiting.remove(ticket)
 
     def _lane_for(self, request: Request) -> Lane | None:
-        """The lane of such requests, or one for this one; None while no more of these may be. Raises: WindlassError."""
+        """The lane of such requests, or a new one for this request. None: `limits.alone` requests have one
+        already.
+
+        Raises: WindlassError for a request that cannot have a cache of its own.
+        """
         for lane in self._lanes:
             if lane.serves(request.options):
                 return lane
@@ -482,7 +488,7 @@ class Scheduler(Service):
         return Lane(self._model, replace_batch(request.options), is_alone=True)
 
     def _retire(self) -> None:
-        """Free the rows of those that are over."""
+        """Free the rows of requests that are over."""
         for task in [task for task in self._tasks if task.is_over]:
             self._totals.count(task)
             task.close()

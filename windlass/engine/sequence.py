@@ -42,9 +42,9 @@ from windlass.policies.wrappers import find
 
 
 class Writer:
-    """Chooses the tokens of one request, by a generator of its own: they are the same in any batch.
+    """Chooses the tokens of one request, by a generator of its own. They are the same in any batch.
 
-    Of a model on several `ranks`, rank 0 chooses for all of them.
+    With several `ranks`, rank 0 chooses for all of them.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Writer:
 
     @property
     def reason(self) -> FinishReason:
-        """Why the text has ended; "interrupted" while it goes on."""
+        """The reason why the text has ended. "interrupted" while it goes on."""
         return self._row.reason
 
     @property
@@ -77,7 +77,7 @@ class Writer:
         return self._row.tokens[-1]
 
     def choose(self, logits: Tensor) -> Piece:
-        """The next token, out of its (vocabulary,) logits.
+        """The next token, from its (vocabulary,) logits.
 
         Raises: UsageError where the grammar allows no token.
         """
@@ -100,8 +100,8 @@ class Writer:
         return Piece(token, self._row.taken(self._row.step(token)), logprobs, offset)
 
     def _adjusted(self, scores: Tensor) -> Tensor:
-        """With biases, then the repetition penalty, which counts the prompt, then the penalties that OpenAI defines,
-        which do not, and the tokens alone that the grammar allows."""
+        """Logits after, in this order, biases, the repetition penalty, which counts the prompt, the penalties that
+        OpenAI defines, which do not, and the grammar, which hides tokens that it does not allow."""
         request, repetition = self.request, self.request.sampling.repetition_penalty
         scores = _added(scores, request.logit_bias)
         if repetition != 1.0:
@@ -131,7 +131,7 @@ class Writer:
 
 
 def _added(scores: Tensor, numbers: Mapping[int, float]) -> Tensor:
-    """Logits with a number more for some tokens."""
+    """Logits with a number added for each of some tokens."""
     if not numbers:
         return scores
     ids = torch.tensor(list(numbers), device=scores.device)
@@ -149,7 +149,7 @@ class Lane:
     are moved when one more is needed, and when half of them were idle for `PATIENCE` steps.
 
     `is_alone`: the only row is of one request, whose options no other lane has. It takes over the cache it was read
-    into; so does the only row of a policy whose layers keep what each text makes of the budget.
+    into. The only row of a policy whose layers share the budget anew for each text does so too.
     """
 
     def __init__(self, model: PreTrainedModel, options: CacheOptions, is_alone: bool = False) -> None:
@@ -166,15 +166,15 @@ class Lane:
         return is_alike(options, self.options)
 
     def take(self) -> int | None:
-        """A free row, from now on taken; None: there is none."""
+        """Take a free row. None: there is none."""
         return self.free.pop(0) if self.free else None
 
     def index(self, row: int) -> int:
-        """Where in the cache a row stands that was put there."""
+        """The index in the cache of a row that was put there."""
         return self._index[row]
 
     def put(self, row: int, cache: KVCache) -> None:
-        """Let the row go on with what a cache of one row has read."""
+        """Move the contents of a cache of one row into the row."""
         if self._takes_over:
             self.cache, self._index = cache, {row: 0}
             return
@@ -188,7 +188,7 @@ class Lane:
         self.cache.put_row(index, cache)
 
     def release(self, row: int) -> None:
-        """Clear a row that was taken; it is free again."""
+        """Clear a row that was taken. It is free again."""
         index = self._index.pop(row, None)
         if index is not None and self._takes_over:
             self.reset()
@@ -197,12 +197,12 @@ class Lane:
         self.give_back(row)
 
     def give_back(self, row: int) -> None:
-        """Let a row that was taken, and not written to, be free again."""
+        """Free a row that was taken, but not written to."""
         self.free.append(row)
         self.free.sort()
 
     def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
-        """Feed one token to each of some rows; returns the (vocabulary,) logits of each.
+        """Feed one token to each of some rows. Returns the (vocabulary,) logits of each.
 
         Raises: RuntimeError where rows were lost, because an error ended a move of them.
         """
@@ -217,16 +217,16 @@ class Lane:
         return {row: logits[self._index[row]] for row in tokens}
 
     def reset(self) -> None:
-        """After an error: let all rows be empty, those that are taken, too."""
+        """Empty all rows after an error, those that are taken too."""
         self.cache.reset()
         self._index, self._idle_steps, self._is_moving = {}, 0, False
 
     def _rows_for(self, count: int) -> int:
-        """How many rows the cache is to have, for so many that write."""
+        """The number of rows that the cache needs for `count` that write: a power of two, at most the batch."""
         return min(1 << max(count - 1, 0).bit_length(), self.options.batch)
 
     def _arrange(self, rows: int) -> None:
-        """Let the cache have so many rows, those that write first."""
+        """Resize the cache to so many rows, those that write first."""
         kept = sorted(self._index, key=self._index.__getitem__)
         self._is_moving = True
         arrange_rows(self.cache, [*map(self.index, kept), *[None] * (rows - len(kept))])
@@ -268,7 +268,7 @@ class ActiveRequest:
         """Tokens that were read and written so far."""
 
     def read(self) -> None:
-        """Read one more chunk of the prompt; after the last one, choose the first token."""
+        """Read one more chunk of the prompt. After the last one, choose the first token."""
         reader = self.reader
         assert reader is not None, "a prompt that was read before"
         reader.read()
@@ -287,7 +287,7 @@ class ActiveRequest:
             self.take(reader.logits)
 
     def take(self, logits: torch.Tensor) -> None:
-        """Choose the next token out of its (vocabulary,) logits; a text that ends with it tells what it took."""
+        """Choose the next token from its (vocabulary,) logits. A text that ends with it reports its usage."""
         self.ticket.put(self.writer.choose(logits))
         self.seen += self.writer.written > 1  # the token before this one was fed
         if self.writer.reason != "interrupted":
@@ -295,12 +295,12 @@ class ActiveRequest:
             self.ticket.put(Finish(self.writer.reason, self.usage()))
 
     def fail(self, message: str, is_ours: bool) -> None:
-        """End with an error."""
+        """End the request with an error."""
         self.is_over = True
         self.ticket.put(Failure(message, is_ours))
 
     def close(self) -> None:
-        """Give back what is held for the rest of its prompt."""
+        """Release the memory reserved for the rest of its prompt."""
         if self.reader is not None:
             self.reader.close()
 
@@ -342,13 +342,13 @@ class ActiveRequest:
 
     @property
     def kept(self) -> int:
-        """The most that a layer holds of `seen`: what the budget allows."""
+        """The most tokens of `seen` that a layer holds: at most the budget, or all while a prompt is held whole."""
         budget, is_held_whole = self.lane.options.budget, self.reader is not None and self.reader.is_whole
         return self.seen if budget is None or is_held_whole else min(self.seen, budget)
 
 
 def _reader_of(model: PreTrainedModel, request: Request, snapshots: Snapshots) -> PromptReader:
-    """The reader of its prompt. Parts of which every token is read again are text like any other."""
+    """The reader of a request's prompt. Parts whose tokens are all read again are read like any text."""
     parts = request.parts
     if parts is None or isinstance(parts.recompute, Everything):
         return Reader(model, request, snapshots)

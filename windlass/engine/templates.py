@@ -1,9 +1,9 @@
 """Chat templates: from the messages of a conversation to the text that a cache still lacks.
 
 `has_template` tells whether a tokenizer brings one. An empty cache is fed `opening`, a cache that ends with a reply
-`following`; `begun` and `rest` write one message of the user in two parts, the first of which may be kept in a prompt
-cache. `standing` tells where the text of a cache ends, out of its token ids. Whatever a template raises is a UsageError
-of one line; a tokenizer without a template is refused by all but `has_template` and `standing`.
+`following`. `begun` and `rest` write one message of the user in two parts, the first of which may be kept in a prompt
+cache. `standing` tells where the text of a cache ends, from its token ids. Any error of a template becomes a UsageError
+of one line. All but `has_template` and `standing` refuse a tokenizer without a template.
 
 A text that these functions give is tokenized with the tokenizer's special tokens where the cache is empty, and
 without them where it is not, as `windlass.stream` does.
@@ -46,7 +46,7 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass(frozen=True)
 class TemplateLayout:
-    """How the parts of a conversation are given to a template."""
+    """The form in which the parts of a conversation are given to a template."""
 
     calls: str = AS_GIVEN
     has_results: bool = True
@@ -105,7 +105,7 @@ def rendered(
 ) -> tuple[str, TemplateLayout]:
     """The text up to the start of the reply, by the first form that the chat template shows whole, and this form.
 
-    A template that shows no form whole is given the conversation as it is, and what it raises then is raised.
+    A template that shows no form whole is given the conversation as it is, and its error is raised.
     `variables` are of the template, beside messages and tools.
     """
 
@@ -272,7 +272,7 @@ def opening(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> 
 def following(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ended_with: str = "") -> str:
     """The text to feed to a cache that holds everything up to the latest reply, for the messages after it.
 
-    `messages` is the whole conversation, the new messages included; what its replies say is not read. `ended_with`
+    `messages` is the whole conversation, the new messages included. The texts of its replies are not read. `ended_with`
     is the text of the last token in the cache, where that belongs to the template (an end of turn) and not to the
     reply.
 
@@ -298,14 +298,14 @@ def rest(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def of_system(system: str | None) -> list[Message]:
-    """The messages that a conversation under this system prompt begins with."""
+    """The first messages of a conversation under this system prompt."""
     return [] if system is None else [message("system", system)]
 
 
 def standing(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[Standing, str]:
-    """Where a text of these token ids ends, and what `following` calls `ended_with`.
+    """The place where a text of these token ids ends, and the `ended_with` for `following`.
 
-    `user`: within a message of the user (see `begun`); `reply`: in or after a reply; `bare`: it has no message.
+    `user`: within a message of the user (see `begun`). `reply`: in or after a reply. `bare`: it has no message.
     """
     if not has_template(tokenizer):
         return "bare", ""
@@ -338,7 +338,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
 
 
 def without_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """Without the first special token, where the tokenizer adds it by itself."""
+    """The text without the first special token, where the tokenizer adds it by itself."""
     start = tokenizer.bos_token
     if start and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
         return text.removeprefix(str(start))
@@ -351,7 +351,7 @@ def _goes_on(text: str, ended_with: str) -> bool:
 
 
 def _bare(text: str) -> str:
-    """Without white space, which some tokenizers put around special tokens when they decode."""
+    """The text without white space, which some tokenizers put around special tokens when they decode."""
     return "".join(text.split())
 
 
@@ -383,7 +383,7 @@ def renderer(
 def message_ends(
     tokenizer: PreTrainedTokenizerBase, render: Render, messages: Sequence[AnyMessage], text: str
 ) -> tuple[int, ...]:
-    """How many tokens of `text`, the prompt of a conversation, stand before the end of each of its first messages.
+    """The number of tokens of `text`, the prompt of a conversation, before the end of each of its first messages.
 
     A message that ends within a token is left out, as is one whose end the template does not tell. A tokenizer without
     offsets tells none.
@@ -408,7 +408,8 @@ def head_tokens(
 ) -> int:
     """The tokens of a conversation's head: of the template, its tools, and the system messages that come first.
 
-    `text` is the prompt of the whole conversation; a template that begins it otherwise than its head has no head: 0.
+    `text` is the prompt of the whole conversation. Returns 0 where that does not begin with the head, and where the
+    template fails.
     """
     count = next((at for at, each in enumerate(messages) if each["role"] not in HEAD), len(messages))
     asked = [*messages[:count], {"role": "user", "content": TEXT}]
@@ -424,8 +425,8 @@ def head_tokens(
 def system_tokens(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[AnyMessage], tools: Sequence[AnyMessage] | None = None
 ) -> int:
-    """The tokens that a conversation begins with before the first message of a user: what the chat template puts there,
-    its `tools`, and system messages. A cache with `sinks="system"` is told them by its `set_sinks`.
+    """The number of tokens before a user's first message: those of the chat template, the `tools` and the system
+    messages. Give it to `set_sinks` of a cache with `sinks="system"`.
 
     Raises: UsageError for a tokenizer without a chat template, or with one that fails.
     """
@@ -441,7 +442,7 @@ def system_tokens(
 
 
 def _begins(render: Render, messages: Sequence[AnyMessage], text: str) -> int | None:
-    """The length of what these messages are rendered to, where `text` begins with it; None where it does not."""
+    """The length of the text that these messages are rendered to. None where `text` does not begin with it."""
     try:
         rendered = render(messages)
     except Exception:  # as above: many templates refuse a conversation that no user began

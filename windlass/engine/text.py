@@ -1,4 +1,4 @@
-"""Between text and tokens."""
+"""Conversion between text and tokens, and the ends of a text."""
 
 import codecs
 import re
@@ -20,15 +20,15 @@ class Stops:
     strings: tuple[str, ...] = ()
 
     def held_back(self, text: str) -> int:
-        """How many signs at the end of `text` may still become a stop string."""
+        """The number of characters at the end of `text` that may still become a stop string."""
         longest = max(map(len, self.strings), default=0)
         lengths = range(min(len(text), longest - 1), 0, -1)
         return next((n for n in lengths if any(each.startswith(text[-n:]) for each in self.strings)), 0)
 
     def first_in(self, text: str) -> int | None:
-        """Where the stop string starts that is complete first, read sign by sign; None where there is none.
+        """The start of the stop string that is complete first, read character by character. None: there is none.
 
-        Of two that are complete at the same sign, the longer one counts.
+        If two are complete at the same character, the longer one counts.
         """
         starts = [(text.find(each), len(each)) for each in self.strings]
         found = [(start + length, start) for start, length in starts if start >= 0]
@@ -40,10 +40,10 @@ def stops_of(
 ) -> Stops:
     """The ends that `stop` names, beside `ends`, the model's own end-of-text tokens.
 
-    Ids take the place of these; strings stand beside them. A string that is a special token of the tokenizer, which
+    Ids replace the model's own, strings are added to them. A string that is a special token of the tokenizer, which
     texts never show, is that token.
 
-    Raises: UsageError for what is no list of strings and token ids, or an empty string.
+    Raises: UsageError for a value that is no list of strings and token ids, or an empty string.
     """
     if stop is None:
         return Stops(frozenset(ends))
@@ -70,13 +70,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, is_start: bool) -> lis
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token: int, has_special: bool = True) -> str:
-    """A token's text behind another token, where it keeps its space; `has_special`: special tokens have one."""
+    """A token's text behind another token, where it keeps its space. `has_special`: special tokens have a text."""
     alone, twice = (str(tokenizer.decode(ids, skip_special_tokens=not has_special)) for ids in ([token], [token] * 2))
     return twice[len(alone) :]
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int, has_special: bool = True) -> bytes | None:
-    """A token's own bytes, which may be part of a character; None where the tokenizer does not tell them."""
+    """A token's own bytes, which may be part of a character. None where the tokenizer does not tell them."""
     if INCOMPLETE not in str(tokenizer.decode([token])):
         return token_text(tokenizer, token, has_special).encode()
     name = str(tokenizer.convert_ids_to_tokens(token))
@@ -103,10 +103,10 @@ def _codes_of_signs() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class TextStream:
-    """The text of a row whose tokens come one at a time; each token makes another `TextStream`.
+    """The text of a row whose tokens come one at a time. Each token makes another `TextStream`.
 
-    `piece` is the text that the latest token has given out: never part of a character, nor what may still become a
-    stop string. `is_stopped` once there was one. Bytes of a character that the text ends in are never given out.
+    `piece` is the text that the latest token has given out: never part of a character, nor text that may still become
+    a stop string. `is_stopped` once there was one. Bytes of a character that the text ends in are never given out.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -121,7 +121,7 @@ class TextStream:
 
     @classmethod
     def after(cls, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Stops) -> "TextStream":
-        """Nothing written yet, after `prompt`."""
+        """The stream after `prompt`, of which nothing is written yet."""
         tokens = tuple(prompt[-CONTEXT:])
         stream = cls(tokenizer, stops, tokens, _decoded(tokenizer, tokens))
         if not stream.decoded.endswith(INCOMPLETE):
@@ -130,7 +130,7 @@ class TextStream:
         return replace(stream, unfinished=_parted(b"".join(known))[1])
 
     def pushed(self, token: int, is_last: bool = False) -> "TextStream":
-        """After `token`. Behind the last one nothing can follow that makes a stop string of what is held."""
+        """The stream after `token`. After the last one, no held text can become a stop string any more."""
         tokens = (*self.tokens, token)
         text = _decoded(self.tokenizer, tokens)
         new, unfinished = text[len(self.decoded) :], b""
@@ -146,7 +146,7 @@ class TextStream:
         return replace(self, tokens=latest, decoded=decoded, unfinished=unfinished)._given(new, is_last)
 
     def ended(self) -> "TextStream":
-        """After the last token, which is no part of the text: with whatever is held."""
+        """The stream after the last token, which is no part of the text. It gives out all held text."""
         return self._given("", is_last=True)
 
     def _given(self, text: str, is_last: bool) -> "TextStream":

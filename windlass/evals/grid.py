@@ -179,7 +179,7 @@ class ListOptions:
 
 @dataclass(frozen=True)
 class Settings:
-    """With which cache a sample is read: `options` but for the budget, which may depend on the text."""
+    """Settings of the cache that reads a sample: `options` but for the budget, which may depend on the text."""
 
     budget: Budget
     options: CacheOptions

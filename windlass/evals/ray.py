@@ -30,7 +30,7 @@ class Worker:
         self._cells: dict[Identity, Cell] = {}
 
     def load(self, options: EvalOptions, folder: str) -> int:
-        """Load the model, once; returns the process's id. Raises: WindlassError as the command itself would."""
+        """Load the model, once. Returns the process's id. Raises: WindlassError as the command itself would."""
         if not Path(folder).is_dir():
             raise UsageError(f"{folder} is not on {os.uname().nodename}; run this where all machines have one folder")
         os.chdir(folder)
@@ -65,7 +65,7 @@ class Crew:
 
     @classmethod
     def of(cls, asked: int | None, threads: int | None, device: str, flag: str = "--workers") -> "Crew":
-        """As many as there are GPUs, or else as fit on the processors of the cluster, unless so many were asked for.
+        """A crew of `asked` workers. None: one per GPU, or else as many as the cluster's processors have room for.
 
         Raises: UsageError for more than there is room for, or a GPU by number.
         """
@@ -85,10 +85,10 @@ class Crew:
 
 
 class RayExecutor(Executor):
-    """Workers of a Ray that is connected to. `note` is told of those that die, and of cells that none lives through."""
+    """Runs cells on workers of a connected Ray. `note` is told of workers that die, and of cells that none survives."""
 
     def __init__(self, options: EvalOptions, asked: int | None, note: Callable[[str], None]) -> None:
-        """Start the workers; `asked` is how many. Raises: WindlassError for what cannot be honoured."""
+        """Start the workers of `Crew.of`. Raises: WindlassError for options that cannot be honoured."""
         crew = Crew.of(asked, options.threads, options.device)
         device = "cuda" if crew.gpus else options.device
         self._options, self._note = replace(options, threads=crew.threads, device=device), note
@@ -139,7 +139,7 @@ class RayExecutor(Executor):
                     running[idle.measured.remote(names, batch)] = idle, following
 
     def _replace(self, worker: Any, sent: Batch | None, queue: BatchQueue, running: Running) -> None:
-        """Start another worker, unless this one died while it loaded the model: so would the next."""
+        """Start another worker, unless this one died while it loaded the model, as the next one would."""
         del self._workers[worker]
         if sent is None:
             self._note("a worker died while it loaded the model; the others go on")

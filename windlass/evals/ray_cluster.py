@@ -31,9 +31,9 @@ STORE_BYTES: Final = 128 << 20  # what goes between processes are lines of resul
 def connected(address: str, cpus: int | None = None) -> Iterator[None]:
     """Ray at `address` until the end of the block: `local` starts one for this process, with `cpus` of this machine.
 
-    Other addresses are `auto` and `HOST:PORT`; this machine must be one of that cluster's. A local one asks for a
+    Other addresses are `auto` and `HOST:PORT`. This machine must belong to that cluster. A local Ray asks for a
     token that nobody else knows, which stays in the environment, and ends with this process, however that ends.
-    Nothing reaches stdout meanwhile, for Ray writes there what happens to processes.
+    Nothing reaches stdout meanwhile, for Ray writes news of processes there.
 
     Raises: UsageError where there is no Ray, or it cannot be started.
     """
@@ -80,7 +80,7 @@ class Batch:
 
     @property
     def name(self) -> str:
-        """As an error calls it: `"passkey, length 200, text 3, policy=Recent(), asked_budget=64"`."""
+        """The name in an error: `"passkey, length 200, text 3, policy=Recent(), asked_budget=64"`."""
         first = self.cells[0]
         numbers = " to ".join(dict.fromkeys(str(each.spec.number) for each in (first, self.cells[-1])))
         labels = (f"{name}={label}" for name, label in first.settings.labels.items() if label not in ("none", "plain"))
@@ -89,7 +89,7 @@ class Batch:
 
 @dataclass(eq=False)
 class BatchQueue:
-    """The batches that are left to be sent, text by text; `again` holds those whose worker died."""
+    """The batches that are left to be sent, text by text. `again` holds those whose worker died."""
 
     texts: deque[deque[Batch]]
     again: deque[Batch] = field(default_factory=deque)
@@ -97,7 +97,7 @@ class BatchQueue:
 
     @classmethod
     def of(cls, cells: Sequence[Cell], batch: int) -> "BatchQueue":
-        """All of them, in the order of `cells`; `batch` is the most texts that are read side by side."""
+        """The batches of all `cells`, in their order. `batch` is the most texts that are read side by side."""
         pool = 1 if batch == 1 else batch * POOL
         texts: deque[deque[Batch]] = deque()
         for _, group in groupby(cells, lambda cell: (cell.spec.number // pool, cell.spec.label, cell.spec.length)):
@@ -107,7 +107,7 @@ class BatchQueue:
 
     @property
     def is_empty(self) -> bool:
-        """True once all has been sent."""
+        """Return True once all batches are sent."""
         return not (self.texts or self.again or any(self._taken.values()))
 
     def next_of(self, worker: object) -> Batch | None:
@@ -123,7 +123,7 @@ class BatchQueue:
         return own.popleft()
 
     def died(self, worker: object, batch: Batch) -> bool:
-        """Give back what `worker` left; whether `batch`, which it died over, is to be tried once more."""
+        """Give back the batches that `worker` left. Returns True if `batch`, its last, is to be tried once more."""
         left = self._taken.pop(worker, None)
         if left and all(left is not each for each in self._taken.values()):
             self.texts.appendleft(left)

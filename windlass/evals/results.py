@@ -1,4 +1,4 @@
-"""The results file: one line of JSON for the run, then one per question. A run that was stopped goes on from it."""
+"""The results file: one line of JSON for the run, then one per question. A run that was stopped continues from it."""
 
 import json
 import math
@@ -50,7 +50,7 @@ Record = TypeVar("Record", bound="_Line")
 
 
 def _bounded(value: float) -> float:
-    """A model that is broken may have said "not a number", or a loss without end."""
+    """Check that a number is at most 2^63. Infinity and "not a number" pass, because a broken model may give them."""
     if abs(value) <= MAX_NUMBER or value == math.inf or math.isnan(value):
         return value
     raise ValueError("must be a number of at most 2^63")
@@ -89,7 +89,7 @@ class Header(_Line):
     @model_validator(mode="before")
     @classmethod
     def _check_version(cls, line: JsonObject) -> JsonObject:
-        """The version comes first: a header of another one may have other fields."""
+        """Check the version first, because a header of another one may have other fields."""
         version = line.get("version", VERSION)
         if isinstance(version, int) and version != VERSION:
             way_out = "update windlass" if version > VERSION else "run the evaluation again"
@@ -226,7 +226,7 @@ class Case(_Line):
 
     @property
     def share(self) -> float:
-        """Bytes held, of the full cache's."""
+        """The share of the full cache's bytes that are held."""
         return self.bytes_held / self.bytes_full
 
 
@@ -296,7 +296,7 @@ class ResultsFile:
 def open_results(path: Path, header: Header, note: Callable[[str], None]) -> ResultsFile:
     """The file at `path`, made with this header where there is none.
 
-    A last line that was cut is taken off, and `note` told so. A file that cannot be gone on with stays as it is.
+    A last line that was cut is taken off, and `note` told so. A file that cannot be continued stays as it is.
 
     Raises: UsageError for such a file: not one of results, or of another version, model or seed.
     """
@@ -338,7 +338,7 @@ def _append(path: Path, records: Sequence[Header | Case]) -> None:
 
 
 def _line_of(path: Path, number: int, row: bytes, kind: type[Record]) -> Record:
-    """The line of a file that is gone on with. Raises: UsageError where it is of another kind, or damaged."""
+    """The line of a file that is continued. Raises: UsageError where it is of another kind, or damaged."""
     where = f"-o {path}, line {number}: not a {kind.__name__.lower()} line of results"
     found = parse_line(row, where, FOREIGN)
     if not isinstance(found, kind):

@@ -126,7 +126,7 @@ def _slots_held(cache: KVCache) -> list[int]:
 
 @torch.no_grad()
 def predicted(model: PreTrainedModel, cache: KVCache, ids: list[int], full: KVCache | None) -> Measures:
-    """How well every token but the first is predicted from the kept tokens before it.
+    """Measures of the prediction of every token but the first from the kept tokens before it.
 
     `nll` is the mean negative log-likelihood, in nats per token. `kl` is the mean divergence of the predictions with
     `full` (a cache without budget) from those with `cache`, in nats per token.
@@ -348,7 +348,7 @@ def header_of(name: str, seed: int, model: PreTrainedModel) -> Header:
 
 
 class Sweep:
-    """Everything that was asked for, and the file that its cases go to."""
+    """A whole evaluation, and the file that its cases go to."""
 
     def __init__(self, options: EvalOptions, note: Callable[[str], None], executor: Executor | None = None) -> None:
         """Check the options, and open the file. `note` is called with each amendment of the file.
@@ -393,7 +393,7 @@ class Sweep:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many cells are done, and of how many."""
+        """The number of cells that are done, and of all cells."""
         return sum(map(self._is_done, self._cells)), len(self._cells)
 
     def _rounds(self) -> Iterator[Sequence[Cell]]:

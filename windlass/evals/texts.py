@@ -148,7 +148,7 @@ def hide(pieces: Sequence[str], lines: Sequence[str], depths: Sequence[float]) -
 
 
 def _ends(pieces: Sequence[str]) -> list[int]:
-    """After how many pieces a sentence has ended."""
+    """The numbers of pieces after which a sentence has ended."""
     return [place for place, piece in enumerate(pieces, 1) if piece.rstrip("\"')").endswith((".", "!", "?"))]
 
 
@@ -190,7 +190,7 @@ def uuid4(draw: random.Random) -> str:
 
 
 def letters(draw: random.Random, count: int) -> str:
-    """So many random small letters."""
+    """A string of `count` random small letters."""
     return "".join(draw.choices(LOWER, k=count))
 
 

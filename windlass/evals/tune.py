@@ -71,7 +71,7 @@ class Records:
     per_token: float = 0.0
 
     def of(self, budget: int) -> float:
-        """With this budget."""
+        """Bytes of the records with this budget."""
         return self.fixed + self.per_token * budget
 
 
@@ -228,12 +228,12 @@ class CandidateResult:
 
     @property
     def policy(self) -> str:
-        """As the command line spells it."""
+        """The policy as the command line spells it."""
         return spelled(self.settings.labels["policy"])
 
     @property
     def name(self) -> str:
-        """As in a sentence: `"key_diff in int8"`."""
+        """The name in a sentence: `"key_diff in int8"`."""
         labels = self.settings.labels
         unusual = [labels["positions"]] if labels["positions"] != "original" else []
         unusual += [labels["merge"]] if labels["merge"] != "none" else []
@@ -276,7 +276,7 @@ def sentence(results: Sequence[CandidateResult], full: CandidateResult | None, s
 
 
 def is_surely_better(one: CandidateResult, other: CandidateResult) -> bool:
-    """True where a sign test tells that `one` finds more, or predicts better where both find the same."""
+    """Return True if a sign test tells that `one` finds more, or predicts better where both find the same."""
     wins, losses = compared(one.found, other.found)
     if wins != losses:
         return wins > losses and sign_test(wins, losses) < SURE
@@ -392,7 +392,7 @@ def candidates_of(grid: Grid) -> list[Settings]:
 
 
 def is_whole(grid: Grid) -> bool:
-    """True where every candidate holds the whole text, so that there is nothing to choose."""
+    """Return True if every candidate holds the whole text, so that there is nothing to choose."""
     return all((each.budget.slots or 0) >= max(grid.lengths) for each in candidates_of(grid))
 
 

@@ -102,7 +102,7 @@ def write_tokens(call: WriteInput) -> None:
 
 
 def recall_device(device: torch.device, dtype: torch.dtype) -> torch.device:
-    """Where keys that a model on `device` evicts are ranked: there, if its kernels know them in the host's memory."""
+    """The device that ranks keys a model on `device` evicts: itself, if its kernels can read them in host memory."""
     is_known = _has_triton(device.type) and dtype in (torch.float32, torch.bfloat16, torch.float16)
     return device if is_known else torch.device("cpu")
 
@@ -174,7 +174,7 @@ def watch() -> "Watch":
 def has_linear(device: str) -> bool:
     """Return True if a linear layer of few rows has a kernel of its own on this kind of device, faster than PyTorch's.
 
-    Without AVX2 it was not measured, and is left to PyTorch.
+    A CPU without AVX2 was not measured, and is left to PyTorch.
     """
     return _is_compiled(device) and cpu.instruction_set() != "plain"
 
@@ -235,7 +235,7 @@ def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Ten
 
 
 def decode(states: PackedStates, dtype: torch.dtype) -> Tensor:
-    """The numbers that these are, in `dtype`, once float32 is rounded to it."""
+    """The numbers that these states stand for, rounded from float32 to `dtype`."""
     if _is_compiled(states.data.device.type) and cpu.can_decode(states, dtype):
         return cpu.rotated(states, None, None, states.data.shape[2], dtype)
     return states.floats().to(dtype)

@@ -59,12 +59,12 @@ class ModePart:
 
     @property
     def name(self) -> str:
-        """Its title."""
+        """The title."""
         return MODES[self.is_aware]
 
     @property
     def has_overview(self) -> bool:
-        """True where an overview says more than the tables of the tasks."""
+        """Return True where an overview says more than the tables of the tasks."""
         return sum(len(task.scores) for task in self.tasks) >= 2
 
     @property

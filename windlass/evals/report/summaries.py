@@ -38,7 +38,7 @@ class SettingRow:
 
     @property
     def told(self) -> str:
-        """All of it, for whoever points at it."""
+        """All facts about the row, for the text on hover."""
         numbers = f"{self.value:.4f}"
         if self.low is not None and self.high is not None:
             numbers += f", from {self.low:.4f} to {self.high:.4f}"
@@ -48,7 +48,7 @@ class SettingRow:
 
     @property
     def is_full(self) -> bool:
-        """True for the row that others are compared with: nothing evicted, nothing else unusual."""
+        """Return True for the row that others are compared with: nothing evicted, nothing else unusual."""
         return self.label == FULL
 
 
@@ -250,7 +250,7 @@ def _bin(depth: float, bins: int) -> int:
 
 
 def _is_filled(cases: Sequence[Case], bins: int) -> bool:
-    """True where every setting has a case in each of so many parts, at every length that it was run at."""
+    """Return True if every setting has a case in each of `bins` ranges of depth, at every length that it was run at."""
     groups = grouped(cases, lambda case: (*_setting(case), case.length))
     return all(len({_bin(_depth(case), bins) for case in each}) == bins for each in groups.values())
 
@@ -291,7 +291,7 @@ class OverallScore:
 
     @property
     def name(self) -> str:
-        """As in a sentence."""
+        """The name in a sentence."""
         return self.label if self.asked == "all" else f"{self.label} at {self.asked}"
 
     @property
@@ -318,7 +318,7 @@ def verdict(cases: Sequence[Case]) -> str:
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """How likely two equals are at least as uneven as this, in either direction.
+    """The probability that two equals are at least as uneven as this, in either direction.
 
     Source: the sign test, Dixon and Mood 1946 (doi:10.1080/01621459.1946.10501898). Ties are left out.
     """
@@ -328,7 +328,7 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def compared(one: Texts, other: Texts) -> tuple[int, int]:
-    """On how many texts that both have `one` is higher, and on how many `other` is."""
+    """The number of shared texts on which `one` is higher, and the number on which `other` is."""
     both = one.keys() & other.keys()
     return sum(one[text] > other[text] for text in both), sum(one[text] < other[text] for text in both)
 
@@ -410,7 +410,7 @@ def _is_sure(one: OverallScore, other: OverallScore) -> bool:
 
 
 def above(one: float, other: float) -> str:
-    """How far a perplexity is above another, both as negative nlls: `"1.2 % above"`."""
+    """The distance of a perplexity above another, both as negative nlls: `"1.2 % above"`."""
     change = math.expm1(min(other - one, 20.0))
     return f"{abs(100 * change):.1f} % {'below' if change < 0 else 'above'}"
 

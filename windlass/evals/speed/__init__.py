@@ -1,1 +1,1 @@
-"""Tokens per second: what `windlass bench` measures."""
+"""Tokens per second, measured by `windlass bench`."""

@@ -41,7 +41,7 @@ BLOCK = 1024  # random tokens that are drawn; longer texts repeat them
 
 
 def bytes_held(shape: LayerShape, row: BenchRow) -> int:
-    """About what the cache of `row` takes in a layer of this shape."""
+    """An estimate of the bytes that the cache of `row` takes in a layer of this shape."""
     work, budget = row.workload, row.setup.options.budget
     slots = GROWTH * (work.depth + work.tokens)
     if shape.most_visible is not None:
@@ -52,12 +52,12 @@ def bytes_held(shape: LayerShape, row: BenchRow) -> int:
 
 
 def fill(cache: KVCache, shapes: list[LayerShape], depth: int) -> None:
-    """Let each row of a cache stand behind a text of `depth` tokens, whatever it held; memory stays allocated.
+    """Let each row of a cache stand behind a text of `depth` tokens, whatever it held. Memory stays allocated.
 
-    Speed does not depend on what is held, so keys and values are random, the same in every row and on every
-    device, and the text is not read.
-    Over budget, the sinks and the newest tokens are held, as after eviction under `Recent`, and what can be recalled is
-    all of the text; state that a policy keeps is 0.
+    Speed does not depend on the contents, so keys and values are random, the same in every row and on every device,
+    and the text is not read.
+    Over budget, the sinks and the newest tokens are held, as after eviction under `Recent`, and all of the text can be
+    recalled. A policy's state is 0.
     """
     for layer, shape in zip(cache.layers, shapes, strict=True):
         if layer.table.recall is not None:
@@ -96,7 +96,7 @@ def _fill_layer(layer: SlotLayer, shape: LayerShape, depth: int, cache: KVCache)
 
 
 def _remember(layer: SlotLayer, shape: LayerShape, positions: Tensor, batch: int) -> None:
-    """Let tokens that no slot holds be recalled, where that is asked for."""
+    """Put tokens that no slot holds into the recall store, if there is one."""
     draw = torch.Generator().manual_seed(layer.index)
     for here in positions.split(BLOCK):
         keys, values = (
@@ -115,14 +115,14 @@ class RotatedStorage(KVCache):
     """A `KVCache` in all but one thing: the model's own rotary module rotates a key before it is stored.
 
     The same kernels read it and rotate nothing. So a run beside a `KVCache` shows the cost of rotating
-    keys at every read. A stored key can be read at its own position only; whatever would move
+    keys at every read. A stored key can be read at its own position only. Any call that would move
     it is refused, and so is padding. Policies that look at keys are given rotated ones.
 
     "auto" is "original" here, however long the text.
 
-    Raises: UsageError for other positions; for a policy that keeps statistics of queries, which
-    it would be shown rotated; for a model that rotates neighbouring channels: then keys of transformers' and ours
-    are laid out differently.
+    Raises: UsageError for other positions, for a policy that keeps statistics of queries, which it would be shown
+    rotated, for a model that rotates neighbouring channels, whose keys transformers lays out differently, and for a
+    model with weights of norms after RoPE.
     """
 
     is_rotated = True
@@ -340,9 +340,9 @@ class BenchRequest:
 
 
 class Benchmark:
-    """The `rows` of a request, and what they have in common; `run` measures them.
+    """The `rows` of a request, and the conditions they share. `run` measures them.
 
-    Raises: WindlassError for what cannot be honoured, before anything is measured.
+    Raises: WindlassError for a request that cannot be honoured, before anything is measured.
     """
 
     def __init__(self, request: BenchRequest) -> None:
@@ -354,11 +354,11 @@ class Benchmark:
 
     @property
     def runs(self) -> int:
-        """How many runs count in all."""
+        """The number of timed runs in all."""
         return len(self.rows) * self._repetitions
 
     def run(self, progress: Progress, clock: Clock = time.perf_counter) -> None:
-        """Warm up every row once, then time every row once per round. What is timed is in the rows at once.
+        """Warm up every row once, then time every row once per round. Each sample is in its row at once.
 
         `progress` is called between runs: nothing that it does is timed.
         """
@@ -376,7 +376,7 @@ class Benchmark:
 
 
 def check_memory(weights: int, caches: int, free: int | None) -> None:
-    """Raises: UsageError when what is asked for exceeds the bytes that are `free` (None: not known)."""
+    """Raises: UsageError when `weights` and `caches` exceed the bytes that are `free` (None: not known)."""
     if free is not None and weights + caches > free:
         whole, of_weights, of_caches, rest = (in_units(size) for size in (weights + caches, weights, caches, free))
         raise UsageError(
@@ -398,7 +398,7 @@ def _with_graph(request: BenchRequest) -> BenchLists:
 
 
 def _opened(request: BenchRequest, rows: Sequence[BenchRow]) -> tuple[PreTrainedModel, Conditions, list[LayerShape]]:
-    """The attached model, what to say of it, and what its layers hold."""
+    """The attached model, the conditions to report, and the shapes of its layers."""
     asked = dtype_of(request.dtype)
     device = device_of(request.device)
     check_place(request.weights, device)
@@ -428,12 +428,12 @@ def _opened(request: BenchRequest, rows: Sequence[BenchRow]) -> tuple[PreTrained
 
 
 def cache_bytes(shapes: Sequence[LayerShape], rows: Sequence[BenchRow]) -> int:
-    """About what the caches of all rows take."""
+    """An estimate of the bytes that the caches of all rows take."""
     return sum(bytes_held(shape, row) for shape in shapes for row in rows)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can be had there, without swapping; None where the system does not tell."""
+    """Bytes of memory free on a device, without swapping. None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -444,5 +444,5 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """The GPU's name; None for a CPU."""
+    """The GPU's name. None for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None

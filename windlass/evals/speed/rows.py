@@ -25,7 +25,7 @@ AXES: Final = ("budget", "policy", "positions", "store", "storage", "threads", "
 
 @dataclass(frozen=True)
 class BenchSetup:
-    """With what a row is run; `options` are those of its cache, but for the batch."""
+    """The settings of a row's runs. `options` are those of its cache, but for the batch."""
 
     options: CacheOptions = field(default_factory=lambda: CacheOptions(**USUAL))
     storage: str = "unrotated"
@@ -33,7 +33,7 @@ class BenchSetup:
     graph: str = "off"
 
     def labels(self) -> dict[str, int | str | None]:
-        """All of it as a row of results has it."""
+        """All settings, as a row of results has them."""
         return self.options.labels() | {"storage": self.storage, "threads": self.threads, "graph": self.graph}
 
     @property
@@ -45,11 +45,11 @@ class BenchSetup:
 
 @dataclass
 class BenchRow:
-    """One row and what was measured of it.
+    """One row and its measurements.
 
     `places` tells which workload it has (`task`), and which value of each list it has. `bytes_per_token` are read
     from memory in decode: its held keys, values and scales, and its share of the weights, which are
-    read once for a batch; None for prompts, whose tokens share a reading.
+    read once for a batch. None for prompts, whose tokens share a reading.
     """
 
     workload: Workload
@@ -65,12 +65,12 @@ class BenchRow:
 
     @property
     def tokens_per_s(self) -> float:
-        """The median."""
+        """The median speed."""
         return statistics.median(self.speeds)
 
     @property
     def half_range(self) -> float:
-        """Half the interquartile range of tokens per second; 0 for one run."""
+        """Half the interquartile range of tokens per second. 0 for one run."""
         if len(self.samples_s) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.speeds, n=4, method="inclusive")
@@ -83,9 +83,9 @@ class BenchRow:
 
 
 def rows_of(lists: BenchLists, chunk: int) -> list[BenchRow]:
-    """The product of all lists; rows that differ only in their setup are neighbours.
+    """The product of all lists. Rows that differ only in their setup are neighbours.
 
-    Raises: WindlassError for what cannot be honoured.
+    Raises: WindlassError for values that cannot be honoured.
     """
     cache_axes = axes_of(lists.options)
     setup_axes: dict[str, list[Any]] = {"threads": [torch.get_num_threads()]} | setups_of(lists)
@@ -137,13 +137,13 @@ class Shape:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """For transformers."""
+        """The config of transformers."""
         fixed = {"max_position_embeddings": 131072, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
         return AutoConfig.for_model(self.model_type, num_hidden_layers=self.layers, **fixed, **self.options)
 
     @property
     def parameters(self) -> int:
-        """How many numbers the model has."""
+        """The number of parameters of the model."""
         with torch.device("meta"):
             return sum(each.numel() for each in AutoModelForCausalLM.from_config(self.config).parameters())
 
@@ -192,10 +192,10 @@ def shape_of(name: str, layers: int | None) -> tuple[Shape, str]:
 
 @torch.no_grad()
 def random_model(shape: Shape, dtype: torch.dtype, device: torch.device = CPU) -> PreTrainedModel:
-    """A model of this shape in eval mode, made where it is to be; the same numbers at every call and place.
+    """A model of this shape in eval mode, made on `device`. Its numbers are the same at every call and on every device.
 
-    Each matrix repeats one block of random numbers, scaled so that states neither grow nor vanish:
-    the speed of a matrix product does not depend on what is in it.
+    Each matrix repeats one block of random numbers, scaled so that states neither grow nor vanish.
+    The speed of a matrix product does not depend on its numbers.
     """
     config = shape.config
     with torch.device("meta"):

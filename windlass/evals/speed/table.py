@@ -1,4 +1,4 @@
-"""How a benchmark is shown: llama-bench's Markdown table, ratios within the run, and JSON objects."""
+"""Output of a benchmark: llama-bench's Markdown table, ratios within the run, and JSON objects."""
 
 import platform
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ class Conditions:
 
 
 def table(rows: Sequence[BenchRow], conditions: Conditions) -> str:
-    """The rows that were timed, as llama-bench shows them; settings have a column where one is not the default."""
+    """The rows that were timed, as llama-bench shows them. A setting has a column where a row's is not the default."""
     shared = {
         "model": conditions.model,
         "size": in_units(conditions.size_bytes),
@@ -90,7 +90,7 @@ def in_common(rows: Sequence[BenchRow], conditions: Conditions) -> str:
 
 
 def varied(rows: Sequence[BenchRow]) -> list[dict[str, str]]:
-    """Per row the test, the settings in which rows differ, and what was measured."""
+    """Per row the test, the settings in which rows differ, and the measured speeds."""
     axes = _varied(rows)
     return [
         {"test": str(row.workload)}
@@ -117,7 +117,7 @@ def footnote(rows: Sequence[BenchRow], conditions: Conditions) -> str:
 
 
 def ratios(rows: Sequence[BenchRow]) -> list[str]:
-    """For each list of several settings, a table of speeds against its first value, all else being equal."""
+    """A table for each list of several settings: speeds against its first value, all else being equal."""
     varied = [axis for axis in AXES if any(row.places[axis] for row in rows)]
     tables = []
     for axis in varied:
@@ -140,7 +140,7 @@ def ratios(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def as_json(row: BenchRow, conditions: Conditions) -> dict[str, object]:
-    """All that is known of a row, for a JSON object."""
+    """All facts about a row, for a JSON object."""
     work = row.workload
     return {
         "model": conditions.model,
@@ -168,7 +168,7 @@ def as_json(row: BenchRow, conditions: Conditions) -> dict[str, object]:
 
 
 def cpu_name() -> str:
-    """As the system calls it."""
+    """The processor's name, from the system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -178,7 +178,7 @@ def cpu_name() -> str:
 
 
 def _base_of(row: BenchRow, axis: str, rows: Sequence[BenchRow]) -> BenchRow | None:
-    """The timed row that differs from `row` in having the first value of `axis`; None where that is `row`."""
+    """The timed row that differs from `row` in having the first value of `axis`. None where that is `row`."""
     if row.places[axis] == 0:
         return None
     wanted = row.places | {axis: 0}

@@ -18,7 +18,7 @@ MOST_ROWS: Final = 65536
 class BenchLists:
     """Lists as they were typed, separated by commas. `threads` None: torch's number. `graph` None: off.
 
-    `options` holds lists of values of the cache's options by their name; one without a list is the default.
+    `options` holds lists of values of the cache's options by their name. An option without a list has its default.
     """
 
     prompt_tokens: str = "512"
@@ -50,7 +50,7 @@ class Workload:
 
 
 def check_subject(model: str | None, shape: str | None, layers: int | None, shapes: Collection[str]) -> None:
-    """Check what is measured: a model, or one of `shapes`.
+    """Check the subject of a measurement: a model, or one of `shapes`.
 
     Raises: UsageError for both or neither, a shape that is unknown, and layers of a model.
     """
@@ -63,7 +63,7 @@ def check_subject(model: str | None, shape: str | None, layers: int | None, shap
 
 
 def workloads_of(lists: BenchLists) -> list[Workload]:
-    """Every combination of tokens, depth and batch. Raises: UsageError for what cannot be honoured."""
+    """Every combination of tokens, depth and batch. Raises: UsageError for lists that cannot be honoured."""
     kinds = ((True, "-p", lists.prompt_tokens), (False, "-n", lists.decode_tokens))
     counts = [(kind, parse_list(option, typed, int_parser(option, 0, MAX_NUMBER))) for kind, option, typed in kinds]
     depths = parse_list("-d", lists.depth, int_parser("-d", 0, MAX_NUMBER))
@@ -84,7 +84,7 @@ def workloads_of(lists: BenchLists) -> list[Workload]:
 def setups_of(lists: BenchLists) -> dict[str, list[Any]]:
     """The values of `storage`, `graph` and, where they are given, `threads`.
 
-    Raises: UsageError for what cannot be honoured.
+    Raises: UsageError for lists that cannot be honoured.
     """
     axes: dict[str, list[Any]] = {
         "storage": parse_list("--storage", lists.storage, partial(_choice, "--storage", STORAGES)),

@@ -1,4 +1,4 @@
-"""How well the text itself is predicted, streamed through a cache of fixed size."""
+"""Prediction of the text itself, streamed through a cache of fixed size."""
 
 import random
 from dataclasses import dataclass, replace

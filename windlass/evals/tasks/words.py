@@ -59,7 +59,7 @@ class CommonWords(Task):
         return Sample(example + text, (Question(LIST_QUESTION, LIST_PREFIX, tuple(asked[:COMMON])),))
 
     def _example(self, length: int) -> tuple[int, int, int]:
-        """How many words, and how often the common and the other ones."""
+        """The number of words, then the counts of each common and each other one."""
         return (20, 3, 1) if length < LONG else (40, 10, 3)
 
 

@@ -1,4 +1,4 @@
-"""The kernels in C++, for tensors in a CPU's memory; `kernels.reference` says what each function means."""
+"""The kernels in C++, for tensors in a CPU's memory. `kernels.reference` defines each function."""
 
 import os
 from dataclasses import replace
@@ -54,13 +54,13 @@ def chosen() -> str | None:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """The instruction sets that this CPU runs, best first; none without the compiled module."""
+    """The instruction sets that this CPU runs, best first. Empty without the compiled module."""
     return () if _native is None else tuple(_native.instruction_sets().split())
 
 
 @cache
 def instruction_set() -> str:
-    """The instruction set in use; "none" where plain PyTorch does the work.
+    """The instruction set in use. "none" where plain PyTorch does the work.
 
     Raises: UsageError when WINDLASS_CPU asks for one that this CPU does not run.
     """
@@ -81,12 +81,12 @@ def can_read(queries: Queries, keys: PackedStates, values: PackedStates) -> bool
 
 
 def knows(states: PackedStates) -> bool:
-    """Return True if these kernels can read it."""
+    """Return True if these kernels can read these states."""
     return format_of(states) >= 0 and states.channels <= MAX_CHANNELS
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
-    """See `reference.attend`; up to MAX_TOKENS queries per row."""
+    """See `reference.attend`. Takes up to MAX_TOKENS queries per row."""
     queries, keys, values, index = call.queries, call.keys, call.values, call.rotary_index
     batch, heads, tokens, _ = queries.shape
     kv_heads, slots = keys.data.shape[1:3]
@@ -182,7 +182,7 @@ def decoded(weights: GroupCodes, first: int, count: int, dtype: torch.dtype) -> 
 
 
 def linear(call: LinearInput) -> LinearOutputs:
-    """See `reference.linear`; up to MAX_ROWS rows, of which none depends on what the others are."""
+    """See `reference.linear`. Takes up to MAX_ROWS rows, none of which depends on the others."""
     inputs, layer, threads = call.inputs.contiguous(), call.layer, torch.get_num_threads()
     dtype, scales = inputs.dtype, None if layer.scales is None else layer.scales.contiguous()
     result = inputs.new_empty(*inputs.shape[:-1], layer.out_features)
@@ -207,7 +207,7 @@ def rotated(
 ) -> Tensor:
     """The first `used` slots as floats, rotated to `positions` (None: not rotated).
 
-    All channels that are held, whatever `states.last` says.
+    Returns all channels that are held, whatever `states.last` says.
     """
     states = replace(states, last=None)
     batch, kv_heads, slots = states.data.shape[:3]
@@ -255,7 +255,7 @@ def add_query_mass(
     targets: Tensor,
     scale: float,
 ) -> None:
-    """Add to `mass` (batch, kv_heads, outputs, slots) what slots get of the attention of rotated `queries`.
+    """Add to `mass` (batch, kv_heads, outputs, slots) the attention that rotated `queries` pay to each slot.
 
     `mask` (batch, score_heads, tokens, used) tells which of the first slots they see, `lse` (batch, heads, tokens) the
     log-sum-exp of their logits, and `targets` (batch, tokens) the output that each adds to, negative for none.

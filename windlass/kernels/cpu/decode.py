@@ -48,7 +48,7 @@ SCORES: Final = {"position": 0, "state": 1, "pooled": 2, "novelty": 3}
 
 
 class Planned(NamedTuple):
-    """A step of `Decode`: what the compiled module is given, what it will give, and tensors that it reads."""
+    """A step of `Decode`: the arguments of the compiled module, its output, and tensors that it reads."""
 
     given: "_native.DecodeStep"
     output: DecodeOutput
@@ -59,8 +59,7 @@ class Planned(NamedTuple):
 class Decode:
     """`reference_decode.decode` for the same slots, step after step: addresses and sizes are looked up once.
 
-    `queries` are those of any such step. Only while keys, values and tables have the memory that they had is it to be
-    called.
+    `queries` are those of any such step. Call it only while keys, values and tables have the memory that they had.
     """
 
     def __init__(self, slots: DecodeSlots, queries: Queries) -> None:
@@ -95,11 +94,11 @@ class Decode:
         return planned.output
 
     def take(self, planned: "Planned") -> None:
-        """Do what is planned; its output then holds what `reference_decode.decode` gives."""
+        """Take a planned step. Its output then equals that of `reference_decode.decode`."""
         self.native.step(planned.given, torch.get_num_threads())
 
     def planned(self, new: DecodeInput) -> "Planned":
-        """A step that is still to be taken, with memory for what it gives."""
+        """A step that is still to be taken, with memory for its output."""
         queries, positions, ends = new.queries, new.positions, new.next_positions
         if positions.dtype is not torch.int64 or not positions.is_contiguous():
             positions = positions.to(torch.int64).contiguous()
@@ -181,8 +180,8 @@ def _recall(store: RecallSlots) -> "_native.RecallArguments":
 class FewTokens:
     """`reference_layer` for the same layer, pass after pass, for up to MAX_ROWS tokens, all rows counted.
 
-    Only while the layer's weights have the memory that they had is it to be called. The result of a token does not
-    depend on the other tokens.
+    Call it only while the layer's weights have the memory that they had. The result of a token does not depend on the
+    other tokens.
     """
 
     def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
@@ -201,19 +200,19 @@ class FewTokens:
         )
 
     def states(self, hidden: Hidden) -> tuple[Queries, NewKeys, NewValues]:
-        """Memory for what `before_attention` gives."""
+        """Memory for the output of `before_attention`."""
         batch, tokens, _ = hidden.shape
         queries, keys, values = (hidden.new_empty(batch, tokens, heads, self.head_dim) for heads in self.heads)
         return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
     def before_attention(self, hidden: Hidden) -> tuple[Queries, NewKeys, NewValues]:
-        """See `reference_layer.before_attention`; `hidden` is contiguous."""
+        """See `reference_layer.before_attention`. `hidden` is contiguous."""
         states, tokens = self.states(hidden), hidden.shape[0] * hidden.shape[1]
         self.native.before(tokens, hidden.data_ptr(), _addresses(states), torch.get_num_threads())
         return states
 
     def after_attention(self, hidden: Hidden, attended: AttendedTokens) -> Hidden:
-        """See `reference_layer.after_attention`; both are contiguous."""
+        """See `reference_layer.after_attention`. Both are contiguous."""
         result = torch.empty_like(hidden)
         rows, threads = hidden.shape[0] * hidden.shape[1], torch.get_num_threads()
         self.native.after(rows, hidden.data_ptr(), attended.data_ptr(), result.data_ptr(), threads)
@@ -246,7 +245,7 @@ class LayerSlots:
 
 @dataclass(frozen=True, eq=False)
 class StepMemory:
-    """Tensors of one step for all layers, one layer after the other: what undoes it, and what a record keeps of it.
+    """Tensors of one step for all layers, one layer after the other: those that undo it, and those that a record keeps.
 
     `state` is that of observed layers before the step. `mass` and `queries` are None where nobody asks for them later,
     and so are `keys`.
@@ -272,7 +271,7 @@ class DecoderSteps:
     """Decode steps of all layers of a decoder, each in one call, and the latest of them taken back.
 
     Weights, slots and tables must have the memory that they had when it was made. `is_kept`: mass and queries of
-    each step are kept; `keeps_keys`: its keys, too.
+    each step are kept. `keeps_keys`: its keys are kept too.
     """
 
     def __init__(self, layers: Sequence[LayerSlots], hidden: Hidden, is_kept: bool, keeps_keys: bool) -> None:
@@ -310,14 +309,14 @@ class DecoderSteps:
         )
 
     def step(self, token: TokenInput, memory: StepMemory, released: Sequence[StepMemory]) -> Hidden:
-        """Take a step; returns what the last layer does. What `released` steps evicted is free afterwards."""
+        """Take a step. Returns the last layer's output. Slots that `released` steps evicted are free afterwards."""
         result = torch.empty_like(token.hidden)
         given = _token_arguments(token, result.data_ptr())
         self._native.step(given, memory.addresses, _released(released), torch.get_num_threads())
         return result
 
     def take_back(self, token: TokenInput, memory: StepMemory, released: Sequence[StepMemory]) -> None:
-        """Let all be as before the latest step, which was given these."""
+        """Undo the latest step, which was given these."""
         self._native.take_back(_token_arguments(token, 0), memory.addresses, _released(released))
 
     def written(self, memory: StepMemory, layer: int) -> SlotIndex:
@@ -395,7 +394,7 @@ def can_serve(layer: DecoderLayer, dtype: torch.dtype) -> bool:
 
 
 def _fits(layer: DecoderLayer) -> bool:
-    """Return True if what one part gives is what the next one takes."""
+    """Return True if the output width of each part is the input width of the next one."""
     width, inner = layer.query.in_features, layer.down.in_features
     heads = [each.out_features % layer.head_dim == 0 for each in (layer.query, layer.key, layer.value)]
     takes = [each.in_features == width for each in (layer.key, layer.value, layer.gate, layer.up)]
@@ -408,7 +407,7 @@ def _fits(layer: DecoderLayer) -> bool:
 
 
 def _width(norm: Norm | None) -> int:
-    """Numbers of which a norm is; 0 for none."""
+    """The number of a norm's weights. 0 for none."""
     return 0 if norm is None else norm.weights.numel()
 
 

@@ -1,4 +1,4 @@
-"""Slots, codes and recalled tokens in C++. `kernels.reference` defines what each function returns."""
+"""Slots, codes and recalled tokens in C++. `kernels.reference` defines each function's result."""
 
 from collections.abc import Iterator, Sequence
 
@@ -145,7 +145,7 @@ def tile_arguments(keys: TiledKeys) -> tuple[int, int, int]:
 
 
 def digest_arguments(digests: Digests) -> tuple[int, int, int, int, int]:
-    """The same of both, which have as many tiles."""
+    """The `tile_arguments` of both, which have as many tiles."""
     return *tile_arguments(digests.largest)[:2], *tile_arguments(digests.least)
 
 
@@ -209,7 +209,7 @@ def write_tokens(call: WriteInput) -> None:
 
 
 def _runs(index: list[int]) -> Iterator[tuple[int, int]]:
-    """From where to where each number is the one before it and one more; negative ones are left out."""
+    """Yield the [first, stop) of each run of consecutive numbers in `index`. Negative numbers are left out."""
     if index and index[0] >= 0 and index == list(range(index[0], index[0] + len(index))):
         yield 0, len(index)
         return

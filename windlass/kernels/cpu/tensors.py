@@ -27,7 +27,7 @@ def branch_positions(branch: RotaryBranch | None) -> tuple[Tensor | None, Tensor
 
 
 def format_of(states: PackedStates) -> int:
-    """The number of a format in `call.hpp`; -1 where it is not known there."""
+    """The number of a format in `call.hpp`. -1 where it is not known there."""
     if states.full_precision is not None and states.full_precision.dtype not in FLOATS:
         return -1
     if states.format is Format.FLOAT:
@@ -42,7 +42,7 @@ def contiguous_means(states: PackedStates) -> Tensor | None:
 def state_arguments(
     states: PackedStates, means: Tensor | None
 ) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
-    """`PackedStates` of `_native.pyi`; `means` are those of `states`, contiguous."""
+    """`PackedStates` of `_native.pyi`. `means` are those of `states`, contiguous."""
     data, ring = states.data, states.full_precision
     in_ring = (0, 0, 0, 0)
     if ring is not None and states.ring_index is not None:
@@ -64,7 +64,7 @@ def address(tensor: Tensor | None) -> int:
 
 
 def visibility_arguments(visibility: Visibility) -> tuple[int, int, int, int]:
-    """Its limits, NO_LIMIT for none."""
+    """Limits of visibility, NO_LIMIT for none."""
     return (
         visibility.sliding_window or NO_LIMIT,
         visibility.reach or NO_LIMIT,
@@ -76,7 +76,7 @@ def visibility_arguments(visibility: Visibility) -> tuple[int, int, int, int]:
 def linear_arguments(
     layer: LinearLayer, dtype: torch.dtype, scales: Tensor | None
 ) -> tuple[int, int, int, int, int, int, GroupArguments, int]:
-    """`LinearLayer` of `_native.pyi`, for inputs of this dtype; `scales` are those of `layer`, contiguous."""
+    """`LinearLayer` of `_native.pyi`, for inputs of this dtype. `scales` are those of `layer`, contiguous."""
     weights, groups, format, scaled = layer.weights, NO_GROUPS, FLOATS[dtype], FLOATS[dtype]
     if isinstance(weights, GroupCodes):
         pairs = LOW_BIT[Format.INT8] if weights.supers is not None else FLOATS[weights.pairs.dtype]
@@ -95,13 +95,13 @@ Look = Callable[[int, int, int, int], bool]  # the compiled module's `is_steady`
 
 @final
 class SteadyTables:
-    """Which tables are steady, looked at once each; a table is never written to once it is built."""
+    """Tells which tables are steady, and looks at each once. A table is never written to once it is built."""
 
     def __init__(self) -> None:
         self._known = WeakIdKeyDictionary()  # of cos: a reference to sin, and what was found
 
     def __call__(self, tables: tuple[RotaryTable, RotaryTable], look: Look) -> bool:
-        """True if a few keys at positions that follow each other may be rotated by the first rows of `tables`."""
+        """Return True if the first rows of `tables` may rotate a few keys at consecutive positions."""
         cos, sin = tables
         known: tuple[ReferenceType[Tensor], bool] | None = self._known.get(cos)
         if known is None or known[0]() is not sin:

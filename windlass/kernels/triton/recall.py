@@ -82,7 +82,7 @@ def write_tokens(call: WriteInput) -> None:
 
 
 def _block(width: int) -> tuple[int, int]:
-    """How many rows a program moves, and the power of two that has room for one."""
+    """The number of rows that a program moves, and the power of two that has room for one."""
     padded = triton.next_power_of_2(width)
     return max(1, min(MOST_MOVED, MOVED // padded)), padded
 
@@ -131,7 +131,7 @@ def _allowed(queries: Tensor, call: PageInput, pages: int) -> Tensor:
 @triton.jit
 @no_type_check
 def _offsets(i_row, at, size, o_width, width, IS_TILED: tl.constexpr):
-    """Where the numbers of tokens `at` of a row and head lie in a piece."""
+    """Offsets in a piece of the numbers of tokens `at` of a row and head."""
     if IS_TILED:
         tiles = i_row * (size // TILE_TOKENS) + at // TILE_TOKENS
         return (tiles[:, None] * width + o_width[None, :]) * TILE_TOKENS + (at % TILE_TOKENS)[:, None]

@@ -139,7 +139,7 @@ def _first_free(p_positions, p_out, slots, count, BLOCK: tl.constexpr):
 @triton.jit
 @no_type_check
 def _argsort_positions(p_positions, p_out, slots, BLOCK: tl.constexpr):
-    """Puts a block of slots of one row and head where they belong: after as many as come before them."""
+    """Put a block of slots of one row and head in their places: after as many as come before them."""
     i_row, i_block = tl.program_id(0), tl.program_id(1)
     p_row = p_positions + i_row.to(tl.int64) * slots
     o_own = i_block * BLOCK + tl.arange(0, BLOCK)

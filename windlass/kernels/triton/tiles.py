@@ -30,14 +30,14 @@ def product(a, b, total):
 @triton.jit
 @no_type_check
 def at_head(plane, i_batch, i_head):
-    """Where the numbers of one row and head begin."""
+    """The address of the first number of one row and head."""
     return plane.start + i_batch * plane.batch + i_head * plane.head
 
 
 @triton.jit
 @no_type_check
 def visible(newest, oldest, slots, logit_args):
-    """True if slots are seen by some query. `newest` and `oldest` are distances to the newest and the oldest query."""
+    """Return True if some query sees a slot. `newest` and `oldest` are distances to the newest and oldest query."""
     seen = (newest >= 0) & (slots >= 0)
     if logit_args.reach is not None:
         seen = seen & ((oldest < logit_args.reach) | (slots < logit_args.sinks))
@@ -379,7 +379,7 @@ class Plan:
 
 
 def attend_plan(rows: int, width: int, itemsize: int, bits: int) -> Plan:
-    """For `rows` queries (heads of a group x tokens) of `width` channels, which the store holds in `bits` each."""
+    """A plan for `rows` queries (heads of a group x tokens) of `width` channels, stored in `bits` each."""
     wide = width * itemsize
     if width > 256:  # latents; not tuned
         return Plan(16, 16, 8, 1) if itemsize == 4 else Plan(16 if rows <= 16 else 32, 32, 8, 2)
@@ -401,18 +401,18 @@ def attend_plan(rows: int, width: int, itemsize: int, bits: int) -> Plan:
 
 
 def mass_plan(rows: int, width: int, itemsize: int) -> Plan:
-    """For the mass of some slots. Blocks of `rows` queries come one after another, and keys stay in registers."""
+    """A plan for the mass of some slots. Blocks of `rows` queries come one by one, and keys stay in registers."""
     wide = width * itemsize
     return Plan(16 if rows <= 32 or wide > 256 else 64, 64 if wide <= 128 else 32, 4 if wide <= 256 else 8, 2)
 
 
 def stream_plan(width: int) -> Plan:
-    """For keys of `width` channels that are read one by one. No program fetches ahead: others run while it waits."""
+    """A plan for keys of `width` channels read one by one. No program fetches ahead: others run while it waits."""
     return Plan(1, max(8, 4096 // triton.next_power_of_2(width)), 4, 1, 4)
 
 
 def splits(programs: int, slots: int, at: Plan, device: torch.device) -> tuple[int, int]:
-    """In how many splits the slots are read, and how many slots each has, where `programs` would read all of them."""
+    """The number of splits in which slots are read, and the slots of each, where `programs` would read them all."""
     blocks = -(-slots // at.block)
     # No more than run at once: a few that are left over would take as long as all before them.
     wanted = max(1, at.programs * multiprocessors(device) // programs)
