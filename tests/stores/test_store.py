@@ -72,7 +72,15 @@ def test_codes_worked_by_hand() -> None:
     # a step of 7.5 / 15 from -1 (code -8) to 6.5 (code 7), and a group of two, both 3
     assert scale.tolist() == [0.5, 3.0, 0.0, 3.0]
     # channels 0 to 3: codes 7, -8, -5 (of -5.4), 1; zeros: -6; 9 channels on: 2 but for the last two, whose code is 0
-    assert codes.tolist() == [15 | 2 << 4, 0 | 2 << 4, 3 | 2 << 4, 9 | 2 << 4, *[2 | 2 << 4] * 3, 2 | 8 << 4, 2 | 8 << 4]
+    assert codes.tolist() == [
+        15 | 2 << 4,
+        0 | 2 << 4,
+        3 | 2 << 4,
+        9 | 2 << 4,
+        *[2 | 2 << 4] * 3,
+        2 | 8 << 4,
+        2 | 8 << 4,
+    ]
     codes, scale = packed_codes(Int8(), [-64.0, 63.9, 0.26, 1.0, 5.0])
     assert scale.tolist() == [0.5]
     assert codes.tolist() == [-128, 127, 1, 2, 10]
