@@ -212,8 +212,8 @@ class PackedStates:
 
     A number of INT8 or INT4 is code * scale + mean: one scale for each slot and head, one mean for each channel (None:
     0). Of INT4_GROUPS it is code * scale + offset + mean, and `scales` has, side by side, the scale and the offset of
-    each `group` channels, the last group being short where they do not divide. Some slots are also held at full precision and are read from there: slot s at entry `ring_index[s]` of
-    `full_precision`, -1 for none.
+    each `group` channels, the last group being short where they do not divide. Some slots are also held at full
+    precision and are read from there: slot s at entry `ring_index[s]` of `full_precision`, -1 for none.
 
     `last`: the number of channels at the end that count, as in values that are a part of their keys (None: all).
     """
