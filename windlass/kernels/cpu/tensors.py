@@ -41,13 +41,8 @@ def contiguous_means(states: PackedStates) -> Tensor | None:
 
 def state_arguments(
     states: PackedStates, means: Tensor | None
-<<<<<<< HEAD
-) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
-    """`PackedStates` of `_native.pyi`. `means` are those of `states`, contiguous."""
-=======
 ) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int]:
-    """`PackedStates` of `_native.pyi`; `means` are those of `states`, contiguous."""
->>>>>>> int4
+    """`PackedStates` of `_native.pyi`. `means` are those of `states`, contiguous."""
     data, ring = states.data, states.full_precision
     in_ring = (0, 0, 0, 0)
     if ring is not None and states.ring_index is not None:
