@@ -164,19 +164,6 @@ def test_codes_are_those_of_the_reference(kind: str, bits: int, dtype: torch.dty
             assert made.equal(expected)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("group", [16, 32])
-@pytest.mark.parametrize("kind", ["normal", "extremes"])
-@pytest.mark.parametrize("has_means", [False, True])
-def test_codes_in_groups_are_those_of_the_reference(kind: str, group: int, dtype: torch.dtype, has_means: bool) -> None:
-    states = numbers(kind, dtype)
-    means = torch.randn(3, 44).to(dtype) if has_means else None
-    ours, truth = codes.encode(states, means, 4, group), reference.encode_groups(states, means, group)
-    for made, expected in zip(ours, truth, strict=True):
-        assert made.dtype == expected.dtype
-        assert made.view(torch.uint8).equal(expected.view(torch.uint8))
-
-
 def test_which_numbers_become_codes_in_c() -> None:
     assert codes.can_encode(torch.zeros(1, 1, 1, 8), 4)
     for states in (torch.zeros(1, 1, 1, 8).double(), torch.zeros(1, 1, 1, 1025), torch.zeros(1, 1, 1, 0)):

@@ -47,17 +47,17 @@ def recall_store_of(spec: str | Store) -> Store:
     Raises: UsageError for an unknown store, for one that is not built in, as no kernel scans its bytes, and for one
     that would hold some tokens in full precision.
     """
-    from windlass.stores.formats import STORES, Int4, RecallInt4, store_of
+    from windlass.stores.formats import STORES, store_of
 
     store = store_of(spec)
-    if type(store) not in (*STORES.values(), RecallInt4):
+    if type(store) not in STORES.values():
         raise UsageError(f"recall_store={store!r} is none that can be scanned; use one of: {', '.join(STORES)}")
     if store.full_precision.sinks or store.full_precision.newest:
         raise UsageError(
             f"recall_store={store.name!r} asks for tokens in full precision, which a recall store does not have; "
             f'use "plain", or leave the numbers out'
         )
-    return RecallInt4() if isinstance(store, Int4) else store
+    return store
 
 
 def recall_folder_of(folder: str | Path | None) -> Path | None:

@@ -203,7 +203,6 @@ class Format(Enum):
     FLOAT = "float"  # the tensor's own dtype
     INT8 = "int8"  # one signed byte for each channel
     INT4 = "int4"  # channel j, plus 8, in the low half of byte j, channel j + channels / 2 in its high half
-    INT4_GROUPS = "int4_groups"  # the codes of INT4, with a scale and an offset for each group of channels
 
 
 @dataclass(frozen=True)
@@ -211,9 +210,8 @@ class PackedStates:
     """Keys or values of all slots: `data` (batch, kv_heads, slots, width) in a `format`.
 
     A number of INT8 or INT4 is code * scale + mean: one scale for each slot and head, one mean for each channel (None:
-    0). Of INT4_GROUPS it is code * scale + offset + mean, and `scales` has, side by side, the scale and the offset of
-    each `group` channels, the last group being short where they do not divide. Some slots are also held at full
-    precision and are read from there: slot s at entry `ring_index[s]` of `full_precision`, -1 for none.
+    0). Some slots are also held at full precision and are read from there: slot s at entry `ring_index[s]` of
+    `full_precision`, -1 for none.
 
     `last`: the number of channels at the end that count, as in values that are a part of their keys (None: all).
     """
@@ -225,12 +223,11 @@ class PackedStates:
     full_precision: Tensor | None = None  # (batch, kv_heads, entries, channels)
     ring_index: Tensor | None = None  # (batch, kv_heads, slots) int32
     last: int | None = None
-    group: int = 0  # channels, a power of two; 0 where a slot and head has one scale
 
     @property
     def held_channels(self) -> int:
         """Numbers per slot and head that lie in memory."""
-        return self.data.shape[-1] * (2 if self.bits == 4 else 1)
+        return self.data.shape[-1] * (2 if self.format is Format.INT4 else 1)
 
     @property
     def channels(self) -> int:
@@ -245,7 +242,7 @@ class PackedStates:
     @property
     def bits(self) -> int:
         """Bits per number."""
-        return 4 if self.format in (Format.INT4, Format.INT4_GROUPS) else 8 * self.data.itemsize
+        return 4 if self.format is Format.INT4 else 8 * self.data.itemsize
 
     def floats(self) -> Tensor:
         """The decoded numbers, in float32. Floats are returned unchanged."""
@@ -255,14 +252,9 @@ class PackedStates:
         if self.scales is None:
             return self.data
         codes = self.data
-        if self.bits == 4:
+        if self.format is Format.INT4:
             codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
-        if self.group:
-            spread = self.scales.float().unflatten(-1, (-1, 2)).repeat_interleave(self.group, -2)
-            scales, offsets = spread[..., : self.held_channels, :].unbind(-1)
-            floats = codes.float() * scales + offsets
-        else:
-            floats = codes.float() * self.scales.float()
+        floats = codes.float() * self.scales.float()
         if self.means is not None:
             floats = floats + self.means[:, None]
         if self.full_precision is None or self.ring_index is None:

@@ -28,7 +28,7 @@ from windlass.core.parse import MAX_NUMBER, SYSTEM
 from windlass.core.positions import MAX_PLACE, Picture
 from windlass.policies import NAMES, WRAPPERS, Policy
 
-VERSION: Final = 12  # what another windlass would misread raises it; nothing reads an older one
+VERSION: Final = 11  # what another windlass would misread raises it; nothing reads an older one
 AGAIN: Final = "make it again (`windlass cache MODEL TEXT --prompt-cache FILE`, or cache.save)"
 MAX_TEXT: Final = 4096  # characters of a name, a label or an option; labels hold names of files
 MAX_POLICY_NUMBER: Final = 2**62

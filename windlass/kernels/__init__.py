@@ -234,13 +234,6 @@ def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Ten
     return codes, scales
 
 
-def encode_groups(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
-    """See `reference.encode_groups`."""
-    if _is_compiled(states.device.type) and cpu_codes.can_encode(states, 4):
-        return cpu_codes.encode(states, means, 4, group)
-    return reference.encode_groups(states, means, group)
-
-
 def decode(states: PackedStates, dtype: torch.dtype) -> Tensor:
     """The numbers that these states stand for, rounded from float32 to `dtype`."""
     if _is_compiled(states.data.device.type) and cpu.can_decode(states, dtype):

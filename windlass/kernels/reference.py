@@ -308,37 +308,8 @@ def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Ten
     codes = (numbers / divisors.where(divisors != 0, 1.0)).round().clamp(least, -least - 1)
     if bits == 8:
         return codes.to(torch.int8), scales
-    return _packed(codes), scales
-
-
-def encode_groups(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
-    """Codes of 4 bits for `states` (batch, kv_heads, tokens, width), as `Format.INT4_GROUPS` lays them out.
-
-    A number is about code * scale + offset + mean, the mean (kv_heads, width) being that of its channel. The least and
-    the largest number of each `group` channels get the codes -8 and 7. Where `group` does not divide the width, the
-    last group is short.
-
-    Returns the codes, and the float16 scales and offsets (..., 2 * groups), side by side.
-    """
-    numbers = states.float()
-    if means is not None:
-        numbers = numbers - means.float()[:, None]
-    width, most = numbers.shape[-1], torch.finfo(torch.float16).max
-    groups = -(-width // group)
-    channels = torch.arange(groups * group, device=states.device).clamp(max=width - 1)  # the last one fills its group
-    blocks = numbers[..., channels].unflatten(-1, (groups, group))
-    low, high = blocks.aminmax(dim=-1, keepdim=True)
-    scales = ((high - low) / 15).clamp(-most, most).to(torch.float16)
-    divisors = scales.float()
-    offsets = ((low + high) * 0.5 + divisors * 0.5).clamp(-most, most).to(torch.float16)
-    codes = ((blocks - offsets.float()) / divisors.where(divisors != 0, 1.0)).round().clamp(-8, 7)
-    return _packed(codes.flatten(-2)[..., :width]), torch.cat((scales, offsets), -1).flatten(-2)
-
-
-def _packed(codes: Tensor) -> Tensor:
-    """Codes from -8 to 7, two to a byte."""
     first, second = (codes + 8).to(torch.uint8).chunk(2, -1)
-    return first | second << 4
+    return first | second << 4, scales
 
 
 def read(states: Tensor, index: SlotIndex) -> Tensor:

@@ -3,7 +3,6 @@
 from typing import ClassVar, Final, final
 
 import torch
-from torch import Tensor
 
 from windlass import kernels
 from windlass.core.errors import UsageError, check_kind
@@ -17,11 +16,10 @@ KEY_MEANS: Final = "key_centres"  # as prompt-cache files call it, which must st
 
 
 class LowBit(Store):
-    """Keys and values as codes of 8 or 4 bits.
+    """Keys and values as codes of 8 or 4 bits: 0.52 or 0.27 of the bytes of bfloat16.
 
-    A number is its code times the scale of its token and head, or of a group of channels in there (`Int4`). With one
-    scale the channel of largest magnitude gets the lowest code, so that all codes are in use. Where that channel is
-    positive, the scale is negative. Keys are coded as their
+    A number is its code times the scale of its token and head. The channel of largest magnitude gets the lowest code,
+    so that all codes are in use. Where that channel is positive, the scale is negative. Keys are coded as their
     difference from the mean key of the layer and head. They are held before RoPE, so that mean is one vector, wherever
     a key stands in the text. The range of the difference is a third of the keys' range, or less in a model whose keys
     have a bias.
@@ -40,9 +38,6 @@ class LowBit(Store):
 
     bits: ClassVar[int]
     format: ClassVar[Format]
-    key_group: ClassVar[int] = 0
-    """Channels of a key that share a scale and an offset; 0: a key has one scale."""
-    value_group: ClassVar[int] = 0
 
     def __init__(self, sinks: int = 0, newest: int = 0, key_means: KeyMeans | None = None) -> None:
         super().__init__(FullPrecisionRing(sinks, newest))
@@ -74,10 +69,10 @@ class LowBit(Store):
                 raise UsageError(
                     f"store int4 packs two channels into a byte, but this model's {what} have {width}; use store int8"
                 )
-        key_codes, key_scales = self._coded(keys, self._constants[KEY_MEANS], self.key_group)
+        key_codes, key_scales = kernels.encode(keys, self._constants[KEY_MEANS], self.bits)
         value_codes = value_scales = values.new_zeros(values.shape, dtype=torch.uint8)  # of no channels
         if values.shape[3]:
-            value_codes, value_scales = self._coded(values, None, self.value_group)
+            value_codes, value_scales = kernels.encode(values, None, self.bits)
         return {
             "key_codes": key_codes,
             "key_scales": key_scales,
@@ -85,40 +80,21 @@ class LowBit(Store):
             "value_scales": value_scales,
         }
 
-    def _coded(self, states: NewKeys | NewValues, means: KeyMeans | None, group: int) -> tuple[Tensor, Tensor]:
-        return kernels.encode_groups(states, means, group) if group else kernels.encode(states, means, self.bits)
-
     def decode_keys(self, parts: Parts) -> SlotKeys:
-        held = PackedStates(parts["key_codes"], self.format, parts["key_scales"], self._means(), group=self.key_group)
+        held = PackedStates(parts["key_codes"], self.format, parts["key_scales"], self._means())
         return kernels.decode(held, self._constants[KEY_MEANS].dtype)
 
     def decode_values(self, parts: Parts) -> SlotValues:
-        held = PackedStates(parts["value_codes"], self.format, parts["value_scales"], group=self.value_group)
+        held = PackedStates(parts["value_codes"], self.format, parts["value_scales"])
         return kernels.decode(held, self._constants[KEY_MEANS].dtype)
 
     def packed_keys(self) -> PackedStates:
         codes, scales, ring = self._parts["key_codes"], self._parts["key_scales"], self.full_precision
-        return PackedStates(
-            codes,
-            self.format,
-            scales,
-            self._means(),
-            ring.keys,
-            ring.ring_index(self.slots),
-            group=self.key_group,
-        )
+        return PackedStates(codes, self.format, scales, self._means(), ring.keys, ring.ring_index(self.slots))
 
     def packed_values(self) -> PackedStates:
         codes, scales, ring = self._parts["value_codes"], self._parts["value_scales"], self.full_precision
-        return PackedStates(
-            codes,
-            self.format,
-            scales,
-            None,
-            ring.values,
-            ring.ring_index(self.slots),
-            group=self.value_group,
-        )
+        return PackedStates(codes, self.format, scales, None, ring.values, ring.ring_index(self.slots))
 
     def _means(self) -> KeyMeans:
         return self._constants[KEY_MEANS].float()
@@ -134,23 +110,7 @@ class Int8(LowBit):
 
 @final
 class Int4(LowBit):
-    """Codes of 4 bits: 0.34 of the bytes of bfloat16.
-
-    Each 16 channels of a key and 32 of a value have a scale and an offset of their own.
-
-    Source: groups with a scale and a minimum, q4_1 of llama.cpp and Sheng et al. 2023 (arXiv:2303.06865). Differs: the
-    offset is the middle of the group, of which float16 loses less, and keys are centred first.
-    """
-
-    bits = 4
-    format = Format.INT4_GROUPS
-    key_group = 16
-    value_group = 32
-
-
-@final
-class RecallInt4(LowBit):
-    """Codes of 4 bits with one scale for each token and head, as a recall store is scanned: 0.27 of the bytes."""
+    """Codes of 4 bits: 0.27 of the bytes of bfloat16."""
 
     bits = 4
     format = Format.INT4

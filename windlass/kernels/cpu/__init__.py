@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import UsageError
-from windlass.core.inputs import SUPER, AttentionInput, Format, GroupCodes, LinearInput, LinearLayer, Mass, PackedStates
+from windlass.core.inputs import SUPER, AttentionInput, GroupCodes, LinearInput, LinearLayer, Mass, PackedStates
 from windlass.core.types import (
     Attended,
     LinearOutputs,
@@ -76,7 +76,7 @@ def instruction_set() -> str:
 
 def can_read(queries: Queries, keys: PackedStates, values: PackedStates) -> bool:
     """Return True if `attend` knows the types of these tensors, which are in a CPU's memory."""
-    is_known = queries.dtype in FLOATS and format_of(keys) == format_of(values) and keys.format is not Format.INT4
+    is_known = queries.dtype in FLOATS and format_of(keys) == format_of(values)
     return is_known and knows(keys) and values.channels <= MAX_CHANNELS
 
 

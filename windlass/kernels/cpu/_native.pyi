@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 # data, scales, means, channels that are meant, the first of them, all that are held, bytes of a slot; ring at full
-# precision, index into it, its entries, their format; the logarithm of the channels of a group
-PackedStates = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
+# precision, index into it, its entries, their format
+PackedStates = tuple[int, int, int, int, int, int, int, int, int, int, int]
 
 def instruction_sets() -> str: ...
 def attend(
@@ -104,7 +104,7 @@ def rotate(
     threads: int,
 ) -> None: ...
 def encode(
-    sizes: tuple[int, int, int, int, int, int],
+    sizes: tuple[int, int, int, int, int],
     float_format: int,
     states: int,
     strides: tuple[int, ...],

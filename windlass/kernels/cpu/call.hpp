@@ -6,11 +6,10 @@
 
 namespace windlass {
 
-enum class Format : int { float32, bfloat16, float16, int8, int4, int4_groups };
+enum class Format : int { float32, bfloat16, float16, int8, int4 };
 
 // The keys or the values of a layer, (batch, kv_heads, slots, row_bytes), contiguous.
-// A number of int8 or int4 is code * scale + mean: one scale per slot and kv head, one mean per channel. One of
-// int4_groups is code * scale + offset + mean: `scales` has both side by side, for each 1 << group_bits channels.
+// A number of int8 or int4 is code * scale + mean: one scale per slot and kv head, one mean per channel.
 // Meant are `channels` of the `held` ones, from `first` on: values may be a part of their keys.
 struct PackedStates {
     const std::uint8_t *data;
@@ -23,10 +22,7 @@ struct PackedStates {
     const std::int32_t *ring_index;      // (batch, kv_heads, slots)
     int ring_entries;
     Format ring_format;
-    int group_bits;
 
-    // Numbers of `scales` that a slot has.
-    std::size_t slot_scales() const { return group_bits ? 2 * std::size_t(((held - 1) >> group_bits) + 1) : 1; }
     std::int32_t ring_entry(std::size_t slot) const { return full_precision ? ring_index[slot] : -1; }
 };
 
@@ -221,13 +217,12 @@ inline BestPages pages_call(const RecallStep &step, const Recall &store) {
 // Numbers that become codes of `bits` bits, as `PackedStates` says, and their scales.
 struct Encode {
     int batch, kv_heads, tokens, width, bits;
-    int group;  // channels with a scale and an offset; 0: one scale for all
     Format float_format;
     const std::uint8_t *states;  // innermost dimension contiguous
     std::int64_t strides[3];     // of batch, kv_heads, tokens; in numbers
     const float *means;          // (kv_heads, width); may be null
     std::uint8_t *codes;         // (batch, kv_heads, tokens, width * bits / 8)
-    std::uint16_t *scales;       // (batch, kv_heads, tokens, 1 or 2 * groups), float16
+    std::uint16_t *scales;       // (batch, kv_heads, tokens), float16
 };
 
 // A linear layer: inputs (tokens, in) by weights (out, in), all contiguous.

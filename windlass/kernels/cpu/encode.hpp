@@ -31,34 +31,6 @@ inline std::uint16_t encode_row(float *numbers, int width, int bits, std::uint8_
     return narrow;
 }
 
-// One row, a scale and an offset for each `group` channels: `pairs`, side by side. Bit for bit `reference.encode_groups`.
-inline void encode_row_groups(float *numbers, int width, int group, std::uint8_t *codes, std::uint16_t *pairs) {
-    const float most = 65504.0f;
-    const auto bounded = [&](float x) { return x < -most ? -most : x > most ? most : x; };
-    for (int first = 0; first < width; first += group, pairs += 2) {
-        const int last = first + group < width ? first + group : width;
-        float low = numbers[first], high = numbers[first];
-        bool is_number = true;
-        for (int i = first; i < last; ++i) {
-            low = numbers[i] < low ? numbers[i] : low, high = numbers[i] > high ? numbers[i] : high;
-            is_number &= numbers[i] == numbers[i];
-        }
-        if (!is_number) low = high = NAN;
-        pairs[0] = to_half(bounded((high - low) / 15));
-        const float scale = from_half(pairs[0]), divisor = scale != 0.0f ? scale : 1.0f;
-        pairs[1] = to_half(bounded((low + high) * 0.5f + scale * 0.5f));
-        const float offset = from_half(pairs[1]);
-        for (int i = first; i < last; ++i) {
-            const float code = __builtin_rintf((numbers[i] - offset) / divisor);
-            numbers[i] = code < -8 ? -8 : code > 7 ? 7 : code;
-        }
-    }
-    for (int i = 0; i < width / 2; ++i) {
-        const float a = numbers[i] + 8, b = numbers[i + width / 2] + 8;
-        codes[i] = std::uint8_t((a == a ? int(a) : 0) | (b == b ? int(b) : 0) << 4);
-    }
-}
-
 void encode_rows(const Encode &call, int threads) {
     const std::int64_t rows = std::int64_t(call.batch) * call.kv_heads * call.tokens;
     const std::int64_t size = call.float_format == Format::float32 ? 4 : 2;
@@ -71,10 +43,6 @@ void encode_rows(const Encode &call, int threads) {
         float numbers[MAX_CHANNELS];
         for (int j = 0; j < call.width; ++j) numbers[j] = number(call.float_format, from, j);
         for (int j = 0; call.means && j < call.width; ++j) numbers[j] -= call.means[head * call.width + j];
-        std::uint8_t *codes = call.codes + i * call.width * call.bits / 8;
-        if (call.group)
-            encode_row_groups(numbers, call.width, call.group, codes, call.scales + i * 2 * ((call.width - 1) / call.group + 1));
-        else
-            call.scales[i] = encode_row(numbers, call.width, call.bits, codes);
+        call.scales[i] = encode_row(numbers, call.width, call.bits, call.codes + i * call.width * call.bits / 8);
     }
 }

@@ -25,11 +25,11 @@ using namespace windlass;
 namespace {
 
 using PackedArguments = std::tuple<Address, Address, Address, int, int, int, std::size_t, Address, Address, int,
-                                   int, int>;
+                                   int>;
 
 PackedStates packed_states(const PackedArguments &from) {
     const auto &[data, scales, means, channels, first, held, row_bytes, full_precision, ring_index,
-                 ring_entries, ring_format, group_bits] = from;
+                 ring_entries, ring_format] = from;
     return {at<const std::uint8_t>(data),
             at<const std::uint16_t>(scales),
             at<const float>(means),
@@ -40,8 +40,7 @@ PackedStates packed_states(const PackedArguments &from) {
             at<const std::uint8_t>(full_precision),
             at<const std::int32_t>(ring_index),
             ring_entries,
-            Format(ring_format),
-            group_bits};
+            Format(ring_format)};
 }
 
 void rotate(std::tuple<int, int, int, int, int> sizes, int format, int float_format, PackedArguments from,
@@ -66,16 +65,15 @@ void rotate(std::tuple<int, int, int, int, int> sizes, int format, int float_for
     kernels_of(instruction_set).rotate(call, threads);
 }
 
-void encode(std::tuple<int, int, int, int, int, int> sizes, int float_format, Address states,
+void encode(std::tuple<int, int, int, int, int> sizes, int float_format, Address states,
             std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, Address means, Address codes, Address scales,
             const std::string &instruction_set, int threads) {
-    const auto [batch, kv_heads, tokens, width, bits, group] = sizes;
+    const auto [batch, kv_heads, tokens, width, bits] = sizes;
     const Encode call{batch,
                       kv_heads,
                       tokens,
                       width,
                       bits,
-                      group,
                       Format(float_format),
                       at<const std::uint8_t>(states),
                       {std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)},

@@ -37,7 +37,7 @@ struct Run {
     }
 };
 template <>
-struct Run<Format::int4_groups> {
+struct Run<Format::int4> {
     const int at, shift;
     Run(int first, int channels)
         : at(first < channels / 2 ? first : first - channels / 2), shift(first < channels / 2 ? 0 : 4) {}
@@ -68,15 +68,14 @@ void add_values(const float *weights, const std::uint8_t *values, std::size_t ro
     for (int q = 0; q < QUERIES; ++q)
         for (int v = 0; v < VECTORS; ++v) store(sum + q * sum_stride + v * LANES, sums_of[q][v]);
 }
-// Those of the channels from `from` to `to`.
+// Those of the channels from `from` on.
 template <Format F, int QUERIES>
-void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int from, int to,
+void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int from,
                 int channels, int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
     constexpr int MAX_VECTORS = LANES == 16 ? 4 : 2;  // what the registers hold
     int i = from;
     // The two halves of a row of int4 lie in one another; no vector is astride both.
-    const int middle = channels / 2;
-    for (const int edge : {F == Format::int4_groups && middle < to ? middle : to, to}) {
+    for (const int edge : {F == Format::int4 ? channels / 2 : channels, channels}) {
         for (; i + MAX_VECTORS * LANES <= edge; i += MAX_VECTORS * LANES)
             add_values<F, QUERIES, MAX_VECTORS>(weights, values, row_bytes, channels, count, is_seen, i,
                                                 sum + (i - from), sum_stride);
@@ -95,16 +94,16 @@ void add_values(const float *weights, const std::uint8_t *values, std::size_t ro
 }
 template <Format F>
 void add_all_values(const float *weights, int queries, const std::uint8_t *values, std::size_t row_bytes,
-                    int from, int to, int channels, int count, const bool *is_seen, float *sum,
+                    int from, int channels, int count, const bool *is_seen, float *sum,
                     std::size_t sum_stride) {
     int q = 0;
     for (; q + 4 <= queries; q += 4)
-        add_values<F, 4>(weights + q * BLOCK, values, row_bytes, from, to, channels, count, is_seen,
+        add_values<F, 4>(weights + q * BLOCK, values, row_bytes, from, channels, count, is_seen,
                          sum + q * sum_stride, sum_stride);
     for (; q + 2 <= queries; q += 2)
-        add_values<F, 2>(weights + q * BLOCK, values, row_bytes, from, to, channels, count, is_seen,
+        add_values<F, 2>(weights + q * BLOCK, values, row_bytes, from, channels, count, is_seen,
                          sum + q * sum_stride, sum_stride);
     for (; q < queries; ++q)
-        add_values<F, 1>(weights + q * BLOCK, values, row_bytes, from, to, channels, count, is_seen,
+        add_values<F, 1>(weights + q * BLOCK, values, row_bytes, from, channels, count, is_seen,
                          sum + q * sum_stride, sum_stride);
 }

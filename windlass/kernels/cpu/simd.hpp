@@ -170,9 +170,6 @@ struct Row<Format::int4> {
     }
 };
 
-template <>
-struct Row<Format::int4_groups> : Row<Format::int4> {};
-
 inline float number(Format format, const std::uint8_t *row, std::int64_t i) {
     switch (format) {
         case Format::bfloat16:

@@ -97,17 +97,16 @@ def can_encode(states: Tensor, bits: int) -> bool:
     return states.dtype in FLOATS and 0 < width <= MAX_CHANNELS and width * bits % 8 == 0
 
 
-def encode(states: Tensor, means: Tensor | None, bits: int, group: int = 0) -> tuple[Tensor, Tensor]:
-    """See `reference.encode`, and, where there is a `group`, `reference.encode_groups`."""
+def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+    """See `reference.encode`."""
     batch, kv_heads, tokens, width = states.shape
     if states.stride(-1) != 1:
         states = states.contiguous()
     means = None if means is None else means.float().contiguous()
     codes = states.new_empty(batch, kv_heads, tokens, width * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
-    numbers = 2 * -(-width // group) if group else 1
-    scales = states.new_empty(batch, kv_heads, tokens, numbers, dtype=torch.float16)
+    scales = states.new_empty(batch, kv_heads, tokens, 1, dtype=torch.float16)
     native.encode(
-        (batch, kv_heads, tokens, width, bits, group),
+        (batch, kv_heads, tokens, width, bits),
         FLOATS[states.dtype],
         states.data_ptr(),
         states.stride()[:3],

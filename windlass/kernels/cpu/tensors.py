@@ -14,7 +14,7 @@ from windlass.core.types import RotaryTable
 
 NO_LIMIT: Final = 2**31 - 1  # a distance that no token reaches
 FLOATS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-LOW_BIT: Final = {Format.INT8: 3, Format.INT4: 4, Format.INT4_GROUPS: 5}
+LOW_BIT: Final = {Format.INT8: 3, Format.INT4: 4}
 GroupArguments = tuple[int, int, int, int, int, int, int]
 NO_GROUPS: Final = 0, 0, 0, 0, 0, 0, 0
 
@@ -41,16 +41,15 @@ def contiguous_means(states: PackedStates) -> Tensor | None:
 
 def state_arguments(
     states: PackedStates, means: Tensor | None
-) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int]:
+) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
     """`PackedStates` of `_native.pyi`. `means` are those of `states`, contiguous."""
     data, ring = states.data, states.full_precision
     in_ring = (0, 0, 0, 0)
     if ring is not None and states.ring_index is not None:
         in_ring = ring.data_ptr(), states.ring_index.data_ptr(), ring.shape[2], FLOATS[ring.dtype]
     row_bytes = data.shape[-1] * data.itemsize
-    group_bits = states.group.bit_length() - 1 if states.group else 0
     channels = states.channels, states.first, states.held_channels
-    return data.data_ptr(), address(states.scales), address(means), *channels, row_bytes, *in_ring, group_bits
+    return data.data_ptr(), address(states.scales), address(means), *channels, row_bytes, *in_ring
 
 
 def table_arguments(tables: tuple[RotaryTable, RotaryTable] | None) -> tuple[int, int, int]:

@@ -74,14 +74,8 @@ def load_states(
     else:
         numbers = tl.load(states.data + at_slots[:, None] * WIDTH + o_channels[None, :], mask=mask, other=0)
     if BITS <= 8:
-        if states.group is not None:
-            pairs = 2 * ((WIDTH + states.group - 1) // states.group)
-            at_pairs = states.scales + at_slots[:, None] * pairs + 2 * (o_channels // states.group)[None, :]
-            offsets = tl.load(at_pairs + 1, mask=mask, other=0).to(tl.float32)
-            numbers = numbers * tl.load(at_pairs, mask=mask, other=0).to(tl.float32) + offsets
-        else:
-            scales = tl.load(states.scales + at_slots, mask=m_slots, other=0).to(tl.float32)
-            numbers = numbers.to(tl.float32) * scales[:, None]
+        scales = tl.load(states.scales + at_slots, mask=m_slots, other=0).to(tl.float32)
+        numbers = numbers.to(tl.float32) * scales[:, None]
         if states.means is not None:
             numbers += tl.load(states.means + i_head * WIDTH + o_channels, mask=m_channels, other=0)[None, :]
         if states.full_precision is not None:
@@ -260,7 +254,7 @@ def with_sinks(top, total, sink_logits, o_heads, m_rows):
 
 
 FLOATS: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-LOW_BIT: Final = (Format.INT8, Format.INT4, Format.INT4_GROUPS)
+LOW_BIT: Final = (Format.INT8, Format.INT4)
 MAX_CHANNELS: Final = 1024
 
 
@@ -291,7 +285,6 @@ class PackedTensors(NamedTuple):
     full_precision: Tensor | None
     ring_index: Tensor | None
     ring_entries: int
-    group: int | None  # channels that share a scale and an offset
 
 
 class LogitArgs(NamedTuple):
@@ -339,7 +332,7 @@ def packed_tensors(states: PackedStates) -> PackedTensors:
         for part in (states.scales, states.means, states.full_precision, states.ring_index)
     )
     entries = 0 if ring is None else ring.shape[2]
-    return PackedTensors(states.data.contiguous(), scales, means, ring, ring_index, entries, states.group or None)
+    return PackedTensors(states.data.contiguous(), scales, means, ring, ring_index, entries)
 
 
 def pack_logit_args(call: AttentionInput) -> LogitArgs:
