@@ -9,7 +9,7 @@ import torch
 from tests.helpers import cli
 from tests.helpers.cli import Ran
 from tests.helpers.models import MODEL
-from windlass.cli.session import dtype_note
+from windlass.cli.session import EVICTION_COST, dtype_note
 from windlass.evals.texts import ASKED, hide_pass_key, novel
 
 run = cli.run
@@ -41,7 +41,7 @@ def test_the_defaults_find_the_key_in_a_text_beyond_the_trained_length(
 ) -> None:
     ran = run("generate", MODEL, "-f", str(long), "-n", "8", "--dtype", "float32", *options)
     assert (ran.code, ran.out.strip()[:6]) == (0, f"{KEY}.")
-    assert len(notes(ran)) == 1
+    assert [EVICTION_COST in note for note in notes(ran)] == ([False, True] if options else [False])
     assert [part for part in said if part not in notes(ran)[0]] == [], notes(ran)[0]
 
 
@@ -56,15 +56,16 @@ def test_nothing_is_said_of_a_short_text_nor_of_what_was_asked_for(run: Callable
     assert notes(run(*short)) == []
     assert notes(run(*short, "--budget", "100")) == []
     chosen = ("--budget", "12", "--policy", "recent", "--positions", "compact")
-    assert notes(run("generate", MODEL, "one two " * 20, "-n", "2", "--dtype", "float32", *chosen)) == []
+    ran = run("generate", MODEL, "one two " * 20, "-n", "2", "--dtype", "float32", *chosen)
+    assert [EVICTION_COST in note for note in notes(ran)] == [True]
 
 
 def test_a_chat_says_it_once(run: Callable[..., Ran]) -> None:
     turns = "\n".join(["He was sitting in the boat, and the river was quiet."] * 3).encode()
     ran = run("chat", MODEL, "--budget", "12", "-n", "3", "--dtype", "float32", stdin=turns)
-    assert [line.partition(":")[2] for line in notes(ran)][1:] == [
-        " 12 of them are kept, chosen by KeyDiff() (--policy)"
-    ]
+    _, chosen, cost = notes(ran)
+    assert chosen.partition(":")[2] == " 12 of them are kept, chosen by KeyDiff() (--policy)"
+    assert cost.endswith(EVICTION_COST)
 
 
 def test_half_precision_that_nobody_asked_for_is_told_of(run: Callable[..., Ran]) -> None:

