@@ -77,7 +77,7 @@ def streaming_policies() -> Variants:
 def beside(table: str, tokens: int, budget: int, variants: Variants, chunk: int = 64, part: int = 0) -> list[Cell]:
     """The full cache, these rows, and the controls: `Recent`, `Random`, and that with pinned tokens."""
     sinks = {"stream": PINNED, "agreement": PINNED, "facts": DEFAULT_SINKS, "chats": "system"}[table]
-    controls = {"Recent": {"policy": "recent"}, "Random": UNIFORM, PIN: {**UNIFORM, "sinks": sinks}}
+    controls: Variants = {"Recent": {"policy": "recent"}, "Random": UNIFORM, PIN: {**UNIFORM, "sinks": sinks}}
     rows = [Cell(table, row, tokens, budget, chunk, part, each) for row, each in {**variants, **controls}.items()]
     return [Cell(table, FULL, tokens, None, part=part), *rows]
 
@@ -85,7 +85,7 @@ def beside(table: str, tokens: int, budget: int, variants: Variants, chunk: int 
 def cells() -> list[Cell]:
     """All cells, the most useful first."""
     policies = streaming_policies()
-    few = {"KeyDiff": policies["KeyDiff"], RECALLED: {"half": True}}
+    few: Variants = {"KeyDiff": policies["KeyDiff"], RECALLED: {"half": True}}
     core = few | {name: policies[name] for name in ("LagKV", "SnapKV")}
     changes: Variants = {f"KeyDiff, {x}": {"merge": x} for x in MERGES} | {
         f"KeyDiff, {x}": {"store": x} for x in STORES

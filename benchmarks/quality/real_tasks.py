@@ -93,7 +93,8 @@ def facts(material: Material, options: CacheOptions, tokens: int, part: int, is_
         name, value = texts.pair(draw), texts.number(draw) if row % 2 else draw.choice(texts.NOUNS)
         fact = encode(tokenizer, f" The magic {kind} of {name} is {value}.", is_start=False)
         ends = [at + 1 for at, token in enumerate(body[: -len(fact)]) if str(tokenizer.decode([token])).endswith(".")]
-        place = min(ends or [0], key=lambda end, row=row: abs(end - (row + 0.5) / FACT_ROWS * len(body)))
+        aim = (row + 0.5) / FACT_ROWS * len(body)
+        place = min((abs(end - aim), end) for end in ends or [0])[1]
         prompts.append(head + body[:place] + fact + body[place : len(body) - len(fact)])
         question = templates.rest(tokenizer, f"\n\nWhat is the magic {kind} of {name}?")
         asked.append(f"{question}The magic {kind} of {name} is")
@@ -103,8 +104,8 @@ def facts(material: Material, options: CacheOptions, tokens: int, part: int, is_
     prefill(material.model, cache, prompts)
     answers = generate(material.model, tokenizer, asked, cache, 12)
     hits = [value in answer.text for value, answer in zip(values, answers, strict=True)]
-    found = {"found": sum(hits), "numbers": sum(hits[1::2]), "words": sum(hits[::2]), "n": FACT_ROWS}
-    return found | {"bytes_held": cache.bytes_held, "recall_bytes": cache.recall_bytes}
+    found: dict[str, object] = {"found": sum(hits), "numbers": sum(hits[1::2]), "words": sum(hits[::2])}
+    return found | {"n": FACT_ROWS, "bytes_held": cache.bytes_held, "recall_bytes": cache.recall_bytes}
 
 
 @torch.inference_mode()

@@ -56,7 +56,7 @@ def test_each_text_holds_its_fact_and_only_its_head_is_pinned(
 ) -> None:
     read: list[list[list[int]]] = []
     sinks: list[int | str] = []
-    prefill = real_tasks.prefill
+    prefill = windlass.prefill
 
     def noted(model: PreTrainedModel, cache: windlass.KVCache, prompts: list[list[int]]) -> object:
         read.append(prompts)

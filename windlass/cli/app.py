@@ -223,7 +223,8 @@ def demo(
     if file is not None:
         return run.chat_demo(file, asked, is_json)
     code = run.demo(asked, is_json)
-    run.tell_of_smollm2()
+    if code == 0 and not is_json:
+        run.tell_of_smollm2()
     return code
 
 
