@@ -62,7 +62,7 @@ class Scripted(Replica):
             raise RayActorError from None
 
     def die(self) -> None:
-        for task in self.under_way:
+        for task in tuple(self.under_way):  # other threads end theirs meanwhile
             task.get_loop().call_soon_threadsafe(task.cancel)
 
 
