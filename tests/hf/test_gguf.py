@@ -67,7 +67,7 @@ def test_codes_are_worth_to_the_last_bit_what_gguf_makes_of_them(kind: str, tmp_
         weights = CodedWeights(codes, torch.float32, kind)
         assert torch.equal(codes.floats(torch.float32), wanted)
         assert torch.equal(weights.decoded(), wanted)
-        assert torch.equal(torch.cat(list(weights.panels(torch.bfloat16))), wanted.bfloat16())
+        assert torch.equal(torch.cat(list(kernels.panels(LinearLayer(codes), torch.bfloat16))), wanted.bfloat16())
         assert torch.equal(
             nn.functional.embedding(torch.tensor([[129, 0], [64, 5]]), weights), wanted[[129, 0, 64, 5]].view(2, 2, 512)
         )

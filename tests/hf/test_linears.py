@@ -16,6 +16,7 @@ from windlass import KVCache, UsageError, kernels
 from windlass.core.inputs import GroupCodes, LinearInput
 from windlass.hf.passes import WholePass
 from windlass.hf.weights import PACKED_BLOCKS, quantize
+from windlass.kernels import cpu
 from windlass.kernels.cpu import MAX_ROWS
 from windlass.testing import tiny_model
 
@@ -227,7 +228,10 @@ def test_a_token_does_not_depend_on_the_size_of_its_pass(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_codes_of_torchao_are_read_where_they_are(rows: list[int], dtype: torch.dtype, weights: str) -> None:
+@pytest.mark.parametrize("count", [7, 23])
+def test_codes_of_torchao_are_read_where_they_are(
+    rows: list[int], dtype: torch.dtype, weights: str, count: int
+) -> None:
     pytest.importorskip("torchao")
     if weights == "int4" and torch.backends.cpu.get_cpu_capability() not in PACKED_BLOCKS:
         pytest.skip("codes of 4 bits are packed in a way of which our kernel knows nothing")
@@ -248,10 +252,28 @@ def test_codes_of_torchao_are_read_where_they_are(rows: list[int], dtype: torch.
             exact.get_submodule(name).weight.data = worth
     windlass.attach(model)
     rows.clear()
-    ours = model(tokens(7), past_key_values=KVCache(model)).logits
+    ours = model(tokens(count), past_key_values=KVCache(model)).logits
     assert len(rows) == linear_count(model)
-    truth, theirs = exact(tokens(7)).logits, model(tokens(7)).logits
+    truth, theirs = exact(tokens(count)).logits, model(tokens(count)).logits
     assert (ours - truth).std() <= 1.1 * (theirs - truth).std() + TOLERANCE * truth.std()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("instructions", cpu.instruction_sets())
+def test_prompts_of_16_bits_are_multiplied_as_floats_where_that_is_faster(
+    rows: list[int], dtype: torch.dtype, instructions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if instructions == "plain":
+        pytest.skip("linear layers are left to PyTorch")
+    monkeypatch.setattr(cpu, "instruction_set", lambda: instructions)
+    plain = llama(224)
+    nn.Module.to(plain, dtype)
+    model = windlass.attach(copy.deepcopy(plain))
+    rows.clear()
+    ours, theirs = model(tokens(29), past_key_values=KVCache(model)).logits, plain(tokens(29)).logits
+    truth = plain.double()(tokens(29)).logits
+    assert len(rows) == (linear_count(model) if instructions in ("avx2", "avx512") else 0)
+    assert (ours - truth).std() <= 1.1 * (theirs - truth).std()
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.linears import made, packed
+from windlass import kernels
 from windlass.core.inputs import GroupCodes, LinearInput, LinearLayer
 from windlass.kernels import cpu, reference
 
@@ -58,6 +59,25 @@ def test_linear_equals_the_layer_in_float64(shape: tuple[int, int, int], dtype: 
         ours, truth = cpu.linear(call), exact(call)
         assert ours.dtype == dtype
         assert (ours.double() - truth).abs().max() <= TOLERANCE[dtype] * truth.abs().max()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("instruction_set")
+def test_many_rows_are_multiplied_by_panels_of_the_weights(
+    dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are rounded to the dtype of the product, and scales and bias are applied in it."""
+    call = made((21, 200, 512), dtype, kind, True)
+    call = replace(call, inputs=call.inputs / 16)  # no result too large for float16
+    monkeypatch.setattr(kernels, "PANEL", 70 * 512)  # 70 outputs, or a block of 64, and fewer in the last panel
+    counted = [len(each) for each in kernels.panels(call.layer, dtype)]
+    assert sum(counted) == call.layer.out_features
+    assert counted[0] == counted[1] == (64 if isinstance(call.layer.weights, GroupCodes) else 70)
+    ours, truth = kernels.linear(call), exact(call)
+    assert ours.dtype == dtype
+    assert (ours.double() - truth).abs().max() <= 2 * TOLERANCE[dtype] * truth.abs().max()
+    assert kernels.needs_panels(call) is (kind != "floats" or cpu.product_dtype(call.inputs) is not dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

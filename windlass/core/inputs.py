@@ -113,6 +113,11 @@ class LinearLayer:
         return [each.data_ptr() for each in (*held, self.bias, self.scales) if each is not None]
 
     @property
+    def is_coded(self) -> bool:
+        """True if the weights are codes and not floats."""
+        return self.scales is not None or isinstance(self.weights, GroupCodes)
+
+    @property
     def in_features(self) -> int:
         """Number of features of an input."""
         return self.weights.in_features if isinstance(self.weights, GroupCodes) else self.weights.shape[1]

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, cast, final
 
@@ -23,7 +22,7 @@ from windlass.core.ranks import whole_of
 from windlass.core.torchao_later import quiet_torchao
 from windlass.core.types import LinearInputs, LinearOutputs
 from windlass.hf.passes import AttributePatch, WholePass
-from windlass.kernels.cpu import MAX_ROWS, can_multiply, can_read_codes
+from windlass.kernels.cpu import MAX_ROWS, can_read_codes
 
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Watch
@@ -41,7 +40,6 @@ EMPTY: Final = frozenset(
         *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
     }
 )
-PANEL: Final = 2**22  # weights that are decoded at once, for a product with many rows
 
 
 @final
@@ -167,23 +165,16 @@ class CodedWeights(Tensor):
         floats = self.groups.floats(torch.promote_types(self.dtype, torch.float32), ids.flatten())
         return floats.to(self.dtype).view(*ids.shape, -1)
 
-    def panels(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The matrix, some outputs after the other."""
-        groups, outputs = self.groups, self.groups.out_features
-        step = max(1, PANEL // groups.in_features // groups.block) * groups.block
-        for first in range(0, outputs, step):
-            yield kernels.decoded(groups, first, min(outputs, first + step), dtype)
-
 
 def _multiplied(input: Tensor, weight: CodedWeights, bias: Tensor | None = None) -> Tensor:  # names of PyTorch's
     """The linear layer: the kernel's for few rows, else PyTorch's with panels of decoded weights."""
     has_gradients = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
     if torch.is_autocast_enabled(input.device.type):
         input = input.to(torch.get_autocast_dtype(input.device.type))
-    call = LinearInput(input, LinearLayer(weight.groups, bias)) if type(input) is Tensor else None
-    if call is not None and not has_gradients and kernels.has_linear(input.device.type) and can_multiply(call):
-        return kernels.linear(call)
-    outputs = torch.cat([functional.linear(input, panel) for panel in weight.panels(input.dtype)], -1)
+    layer = LinearLayer(weight.groups, bias)
+    if type(input) is Tensor and not has_gradients and kernels.has_linear(input.device.type):
+        return kernels.linear(LinearInput(input, layer))
+    outputs = torch.cat([functional.linear(input, panel) for panel in kernels.panels(layer, input.dtype)], -1)
     return outputs if bias is None else outputs + bias
 
 
@@ -344,10 +335,12 @@ def tensors_of(weights: Any, kind: str) -> tuple[Tensor, Tensor]:
 
 @final
 class FewRows:
-    """The forward pass of one `nn.Linear`: our kernel's for few rows of a pass that is served, else its own.
+    """The forward pass of one `nn.Linear` in a pass that is served.
 
-    Its own, too, where gradients are wanted, and for weights or inputs that are no plain tensors, torchao's weights of
-    8 and 4 bits aside.
+    Few rows go through our kernel. Many are multiplied by panels of the weights where these are codes, or where PyTorch
+    multiplies their dtype slowly (`kernels.needs_panels`), and else by the module's own forward. So are all rows where
+    gradients are wanted, and those of weights or inputs that are no plain tensors, torchao's weights of 8 and 4 bits
+    aside.
     """
 
     def __init__(self, module: nn.Linear, whole: WholePass) -> None:
@@ -387,10 +380,11 @@ class FewRows:
         if not self._whole.is_served or type(inputs) is not Tensor or torch.is_autocast_enabled("cpu"):
             return None
         width = inputs.shape[-1]
-        if not width or inputs.numel() > MAX_ROWS * width:
-            return None
-        layer = self.layer()
+        layer = self.layer() if width else None
         if layer is None or width != layer.in_features:
+            return None
+        call = LinearInput(inputs, layer)
+        if call.rows > MAX_ROWS and not kernels.needs_panels(call):
             return None
         weights, wants_gradients = layer.weights, torch.is_grad_enabled()
         if wants_gradients and inputs.requires_grad:
@@ -399,7 +393,7 @@ class FewRows:
             is_like = inputs.dtype == self._module.weight.dtype and inputs.device == weights.codes.device
         else:
             is_like = inputs.device == weights.device and not (wants_gradients and weights.requires_grad)
-        return LinearInput(inputs, layer) if is_like else None
+        return call if is_like else None
 
 
 def is_plain(module: nn.Module) -> bool:

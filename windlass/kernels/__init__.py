@@ -6,15 +6,16 @@ do not know `reference`. The arguments alone decide.
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from windlass.core.errors import WindlassWarning
 from windlass.core.inputs import (
@@ -25,6 +26,7 @@ from windlass.core.inputs import (
     EvictionInput,
     GroupCodes,
     LinearInput,
+    LinearLayer,
     Mass,
     PackedStates,
     PageInput,
@@ -49,6 +51,8 @@ from windlass.kernels.cpu import slots as cpu_slots
 
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Decode, DecoderSteps, FewTokens, LayerSlots, Watch
+
+PANEL: Final = 2**20  # weights that are decoded or widened at once, for a product with many rows
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
@@ -129,10 +133,42 @@ def has_decode(device: str) -> bool:
 
 
 def linear(call: LinearInput) -> LinearOutputs:
-    """See `reference.linear`."""
+    """See `reference.linear`. Many rows are multiplied by panels of the weights where `needs_panels` says so."""
     if has_linear(call.inputs.device.type) and cpu.can_multiply(call):
         return cpu.linear(call)
-    return reference.linear(call)
+    return _multiply_panels(call) if needs_panels(call) else reference.linear(call)
+
+
+def needs_panels(call: LinearInput) -> bool:
+    """Return True if many rows are multiplied by panels of decoded or widened weights, which PyTorch reads."""
+    if call.layer.is_coded:
+        return True
+    dtype = call.inputs.dtype
+    return cpu.product_dtype(call.inputs) is not dtype and call.layer.weights.dtype is dtype
+
+
+def panels(layer: LinearLayer, dtype: torch.dtype) -> Iterator[LinearWeights]:
+    """The weights of a layer in this dtype, PANEL numbers at a time. Codes of int8 are not scaled."""
+    weights = layer.weights
+    block = weights.block if isinstance(weights, GroupCodes) else 1
+    step = max(1, PANEL // layer.in_features // block) * block
+    for first in range(0, layer.out_features, step):
+        last = min(layer.out_features, first + step)
+        if isinstance(weights, GroupCodes):
+            yield decoded(weights, first, last, dtype)
+        else:
+            yield weights[first:last].to(dtype)
+
+
+def _multiply_panels(call: LinearInput) -> LinearOutputs:
+    layer, dtype = call.layer, cpu.product_dtype(call.inputs)
+    inputs = call.inputs.to(dtype)
+    outputs = torch.cat([functional.linear(inputs, panel) for panel in panels(layer, dtype)], -1)
+    if layer.scales is not None:
+        outputs = outputs * layer.scales.to(dtype)
+    if layer.bias is not None:
+        outputs = outputs + layer.bias.to(dtype)
+    return outputs.to(call.inputs.dtype)
 
 
 def decoded(weights: GroupCodes, first: int, last: int, dtype: torch.dtype) -> LinearWeights:

@@ -5,7 +5,7 @@ slots x slots is ever made, and slots that no query sees are left out.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ MASK_BYTES = SCORE_BYTES // 4  # of one block of queries
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`. Takes any number of queries, no softcap."""
     assert call.softcap is None, "a softcap, which PyTorch's kernel does not know"
+    dtype = call.queries.dtype
+    call = replace(call, queries=call.queries.to(cpu.product_dtype(call.queries)))
     queries, index, slots = call.queries, call.rotary_index, call.slot_positions.shape[2]
     used = _used(call.slot_positions >= 0)
     where = call.slot_positions[..., :used]
@@ -38,6 +40,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         branches.append(_rotated(call, far, used))
     values = _floats(call.values, used, queries.dtype)
     out, lse = _attended(branches, values, masks, call.scale, call.sink_logits)
+    out = out.to(dtype)
     if call.observed is None:
         return out, None
     return out, _mass(branches, masks, lse, call.scale, call.observed, call.is_rest_wanted, slots)

@@ -74,6 +74,16 @@ def instruction_set() -> str:
     return wanted or known[0]
 
 
+def product_dtype(inputs: Tensor) -> torch.dtype:
+    """The dtype in which PyTorch multiplies many rows fastest.
+
+    float32 for 16-bit inputs on a CPU with AVX2 or AVX-512 that has no products of bfloat16, where PyTorch's product of
+    16 bits is several times slower (docs/log.md).
+    """
+    is_slow = inputs.device.type == "cpu" and inputs.itemsize == 2 and instruction_set() in ("avx2", "avx512")
+    return torch.float32 if is_slow else inputs.dtype
+
+
 def can_read(queries: Queries, keys: PackedStates, values: PackedStates) -> bool:
     """Return True if `attend` knows the types of these tensors, which are in a CPU's memory."""
     is_known = queries.dtype in FLOATS and format_of(keys) == format_of(values)
