@@ -228,7 +228,7 @@ def test_a_token_does_not_depend_on_the_size_of_its_pass(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("count", [7, 23])
+@pytest.mark.parametrize("count", [7, 71])
 def test_codes_of_torchao_are_read_where_they_are(
     rows: list[int], dtype: torch.dtype, weights: str, count: int
 ) -> None:
@@ -259,9 +259,10 @@ def test_codes_of_torchao_are_read_where_they_are(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("count", [29, 83])
 @pytest.mark.parametrize("instructions", cpu.instruction_sets())
 def test_prompts_of_16_bits_are_multiplied_as_floats_where_that_is_faster(
-    rows: list[int], dtype: torch.dtype, instructions: str, monkeypatch: pytest.MonkeyPatch
+    rows: list[int], dtype: torch.dtype, count: int, instructions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if instructions == "plain":
         pytest.skip("linear layers are left to PyTorch")
@@ -270,8 +271,8 @@ def test_prompts_of_16_bits_are_multiplied_as_floats_where_that_is_faster(
     nn.Module.to(plain, dtype)
     model = windlass.attach(copy.deepcopy(plain))
     rows.clear()
-    ours, theirs = model(tokens(29), past_key_values=KVCache(model)).logits, plain(tokens(29)).logits
-    truth = plain.double()(tokens(29)).logits
+    ours, theirs = model(tokens(count), past_key_values=KVCache(model)).logits, plain(tokens(count)).logits
+    truth = plain.double()(tokens(count)).logits
     assert len(rows) == (linear_count(model) if instructions in ("avx2", "avx512") else 0)
     assert (ours - truth).std() <= 1.1 * (theirs - truth).std()
 

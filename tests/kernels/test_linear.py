@@ -67,17 +67,17 @@ def test_linear_equals_the_layer_in_float64(shape: tuple[int, int, int], dtype: 
 def test_many_rows_are_multiplied_by_panels_of_the_weights(
     dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights are rounded to the dtype of the product, and scales and bias are applied in it."""
-    call = made((21, 200, 512), dtype, kind, True)
-    call = replace(call, inputs=call.inputs / 16)  # no result too large for float16
-    monkeypatch.setattr(kernels, "PANEL", 70 * 512)  # 70 outputs, or a block of 64, and fewer in the last panel
-    counted = [len(each) for each in kernels.panels(call.layer, dtype)]
-    assert sum(counted) == call.layer.out_features
-    assert counted[0] == counted[1] == (64 if isinstance(call.layer.weights, GroupCodes) else 70)
-    ours, truth = kernels.linear(call), exact(call)
-    assert ours.dtype == dtype
-    assert (ours.double() - truth).abs().max() <= 2 * TOLERANCE[dtype] * truth.abs().max()
-    assert kernels.needs_panels(call) is (kind != "floats" or cpu.product_dtype(call.inputs) is not dtype)
+    """70 outputs at a time, or a block of 64 or 32. Weights are rounded to the dtype of the product."""
+    monkeypatch.setattr(kernels, "PANEL", 70 * 512)
+    for rows in (21, cpu.MANY_ROWS + 1):  # by the kernel, 16 at a time, where that is fast, and by panels
+        call = made((rows, 200, 512), dtype, kind, True)
+        call = replace(call, inputs=call.inputs / 16)  # no result too large for float16
+        ours, truth = kernels.linear(call), exact(call)
+        assert ours.dtype == dtype
+        assert (ours.double() - truth).abs().max() <= 2 * TOLERANCE[dtype] * truth.abs().max()
+        assert kernels.needs_panels(call) is (kind != "floats" or cpu.product_dtype(call.inputs) is not dtype)
+        is_slow = dtype.itemsize == 2 and kernels.needs_panels(call)
+        assert cpu.can_multiply(call) is (rows < cpu.MANY_ROWS and is_slow)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -140,9 +140,11 @@ def test_decoded_weights_are_those_of_the_reference(kind: str) -> None:
     assert isinstance(weights, GroupCodes)
     truth = weights.floats(torch.float32)
     assert weights.codes.shape[0] == 192
-    assert torch.equal(cpu.decoded(weights, 0, 150, torch.float32), truth)
     for dtype in TOLERANCE:
-        assert torch.equal(cpu.decoded(weights, 1, 86, dtype), truth[64:].to(dtype))
+        for block in (0, 1):
+            panel = torch.empty(150 - 64 * block, weights.in_features, dtype=dtype)
+            cpu.decode_into(panel, weights, block)
+            assert torch.equal(panel, truth[64 * block :].to(dtype))
     some = torch.tensor([149, 3, 64])
     assert torch.equal(weights.floats(torch.float32, some), truth[some])
 
@@ -177,7 +179,7 @@ def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
     assert cpu.can_multiply(known)
     assert cpu.can_multiply(nibbles)
     transposed = torch.randn(32, 6).bfloat16().T
-    too_many = torch.randn(17, 32).bfloat16()
+    too_many = torch.randn(cpu.MANY_ROWS + 1, 32).bfloat16()
     unknown = (
         LinearInput(known.inputs.double(), LinearLayer(known.layer.weights.double())),
         LinearInput(known.inputs.float(), LinearLayer(known.layer.weights)),

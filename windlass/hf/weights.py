@@ -158,7 +158,9 @@ class CodedWeights(Tensor):
 
     def decoded(self) -> Tensor:
         """The whole matrix."""
-        return kernels.decoded(self.groups, 0, self.groups.out_features, self.dtype)
+        panel = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
+        kernels.decode_into(panel, self.groups, 0)
+        return panel
 
     def rows(self, ids: Tensor) -> Tensor:
         """Decode the rows of an embedding with these ids."""
@@ -167,15 +169,13 @@ class CodedWeights(Tensor):
 
 
 def _multiplied(input: Tensor, weight: CodedWeights, bias: Tensor | None = None) -> Tensor:  # names of PyTorch's
-    """The linear layer: the kernel's for few rows, else PyTorch's with panels of decoded weights."""
+    """The linear layer: `kernels.linear`, or PyTorch's with the whole matrix where gradients are wanted."""
     has_gradients = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
     if torch.is_autocast_enabled(input.device.type):
         input = input.to(torch.get_autocast_dtype(input.device.type))
-    layer = LinearLayer(weight.groups, bias)
-    if type(input) is Tensor and not has_gradients and kernels.has_linear(input.device.type):
-        return kernels.linear(LinearInput(input, layer))
-    outputs = torch.cat([functional.linear(input, panel) for panel in kernels.panels(layer, input.dtype)], -1)
-    return outputs if bias is None else outputs + bias
+    if type(input) is Tensor and not has_gradients:
+        return kernels.linear(LinearInput(input, LinearLayer(weight.groups, bias)))
+    return functional.linear(input, weight.decoded().to(input.dtype), bias)
 
 
 def quantize(model: PreTrainedModel, weights: str) -> None:

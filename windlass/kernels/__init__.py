@@ -6,7 +6,7 @@ do not know `reference`. The arguments alone decide.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from windlass.core.errors import WindlassWarning
 from windlass.core.inputs import (
@@ -26,7 +25,6 @@ from windlass.core.inputs import (
     EvictionInput,
     GroupCodes,
     LinearInput,
-    LinearLayer,
     Mass,
     PackedStates,
     PageInput,
@@ -52,7 +50,7 @@ from windlass.kernels.cpu import slots as cpu_slots
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Decode, DecoderSteps, FewTokens, LayerSlots, Watch
 
-PANEL: Final = 2**20  # weights that are decoded or widened at once, for a product with many rows
+PANEL: Final = 2**18  # weights that are decoded or widened at once, for a product with many rows
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
@@ -141,42 +139,42 @@ def linear(call: LinearInput) -> LinearOutputs:
 
 def needs_panels(call: LinearInput) -> bool:
     """Return True if many rows are multiplied by panels of decoded or widened weights, which PyTorch reads."""
-    if call.layer.is_coded:
+    weights, dtype = call.layer.weights, call.inputs.dtype
+    if call.layer.is_coded or isinstance(weights, GroupCodes):
         return True
-    dtype = call.inputs.dtype
-    return cpu.product_dtype(call.inputs) is not dtype and call.layer.weights.dtype is dtype
-
-
-def panels(layer: LinearLayer, dtype: torch.dtype) -> Iterator[LinearWeights]:
-    """The weights of a layer in this dtype, PANEL numbers at a time. Codes of int8 are not scaled."""
-    weights = layer.weights
-    block = weights.block if isinstance(weights, GroupCodes) else 1
-    step = max(1, PANEL // layer.in_features // block) * block
-    for first in range(0, layer.out_features, step):
-        last = min(layer.out_features, first + step)
-        if isinstance(weights, GroupCodes):
-            yield decoded(weights, first, last, dtype)
-        else:
-            yield weights[first:last].to(dtype)
+    return cpu.product_dtype(call.inputs) is not dtype and weights.dtype is dtype
 
 
 def _multiply_panels(call: LinearInput) -> LinearOutputs:
-    layer, dtype = call.layer, cpu.product_dtype(call.inputs)
-    inputs = call.inputs.to(dtype)
-    outputs = torch.cat([functional.linear(inputs, panel) for panel in panels(layer, dtype)], -1)
+    """Decode or widen PANEL weights at a time, always into the same memory, and let PyTorch multiply. No gradients."""
+    layer, weights, dtype = call.layer, call.layer.weights, cpu.product_dtype(call.inputs)
+    width, block = layer.in_features, weights.block if isinstance(weights, GroupCodes) else 1
+    inputs = call.inputs.reshape(-1, width).to(dtype)
+    outputs = inputs.new_empty(len(inputs), layer.out_features)
+    step = min(layer.out_features, max(1, PANEL // width // block) * block)
+    scratch = inputs.new_empty(step, width)
+    for first in range(0, layer.out_features, step):
+        last = min(layer.out_features, first + step)
+        panel = scratch[: last - first]
+        if isinstance(weights, GroupCodes):
+            decode_into(panel, weights, first)
+        else:
+            panel.copy_(weights[first:last])
+        torch.mm(inputs, panel.T, out=outputs[:, first:last])
     if layer.scales is not None:
-        outputs = outputs * layer.scales.to(dtype)
+        outputs *= layer.scales.to(dtype)
     if layer.bias is not None:
-        outputs = outputs + layer.bias.to(dtype)
-    return outputs.to(call.inputs.dtype)
+        outputs += layer.bias.to(dtype)
+    return outputs.to(call.inputs.dtype).view(*call.inputs.shape[:-1], -1)
 
 
-def decoded(weights: GroupCodes, first: int, last: int, dtype: torch.dtype) -> LinearWeights:
-    """The weights of the outputs from `first`, which begins a block, to `last`, rounded to this dtype."""
-    if _is_compiled(weights.codes.device.type) and cpu.can_decode_weights(weights, dtype):
-        return cpu.decoded(weights, first // weights.block, last - first, dtype)
-    outputs = torch.arange(first, last, device=weights.codes.device)
-    return weights.floats(torch.promote_types(dtype, torch.float32), outputs).to(dtype)
+def decode_into(panel: LinearWeights, weights: GroupCodes, first: int) -> None:
+    """Write the weights of the outputs from `first`, which begins a block, on, rounded to the panel's dtype."""
+    if _is_compiled(weights.codes.device.type) and cpu.can_decode_weights(weights, panel.dtype):
+        cpu.decode_into(panel, weights, first // weights.block)
+        return
+    outputs = torch.arange(first, first + len(panel), device=weights.codes.device)
+    panel.copy_(weights.floats(torch.promote_types(panel.dtype, torch.float32), outputs))
 
 
 def decoder_layer_of(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> "FewTokens | None":

@@ -43,7 +43,8 @@ except ImportError as error:  # installed without a compiler, or built for anoth
 native = _native  # None where it is missing
 MAX_TOKENS: Final = 16  # queries per row in one call of `attend`
 MAX_CHANNELS: Final = 1024
-MAX_ROWS: Final = 16  # of the inputs of `linear`
+MAX_ROWS: Final = 16  # inputs of the compiled `linear`, and tokens of a decoder layer's kernels
+MANY_ROWS: Final = 64  # inputs from which on PyTorch's product of decoded or widened weights is as fast
 MAX_LANES: Final = 16  # numbers in a vector of any instruction set
 BLOCKS: Final = {4: (32, 64), 8: (64,)}  # outputs that lie side by side, in codes of so many bits
 
@@ -144,8 +145,13 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
 
 
 def can_multiply(call: LinearInput) -> bool:
-    """Return True if `linear` knows these tensors, which are in a CPU's memory, and is made for so few rows."""
-    return 0 < call.rows <= MAX_ROWS and knows_linear(call.layer, call.inputs.dtype)
+    """Return True if `linear` knows these tensors, which are in a CPU's memory, and is fastest for so few rows.
+
+    Up to MANY_ROWS rows of 16 bits go through it, MAX_ROWS at a time, where weights are codes or PyTorch is slow.
+    """
+    layer, dtype = call.layer, call.inputs.dtype
+    is_slow = dtype.itemsize == 2 and (layer.is_coded or product_dtype(call.inputs) is not dtype)
+    return 0 < call.rows <= (MANY_ROWS if is_slow else MAX_ROWS) and knows_linear(layer, dtype)
 
 
 def knows_linear(layer: LinearLayer, dtype: torch.dtype) -> bool:
@@ -183,21 +189,24 @@ def can_decode_weights(weights: GroupCodes, dtype: torch.dtype) -> bool:
     return dtype in FLOATS and can_read_codes(weights)
 
 
-def decoded(weights: GroupCodes, first: int, count: int, dtype: torch.dtype) -> LinearWeights:
-    """The weights of `count` outputs from the block `first` on, see `GroupCodes.floats`."""
-    result = torch.empty(count, weights.in_features, dtype=dtype)
-    arguments, threads = linear_arguments(LinearLayer(weights), dtype, None), torch.get_num_threads()
-    _native.decode_weights(arguments, first, count, FLOATS[dtype], result.data_ptr(), instruction_set(), threads)
-    return result
+def decode_into(panel: LinearWeights, weights: GroupCodes, first: int) -> None:
+    """Write the weights of the outputs from block `first` on, see `GroupCodes.floats`. `panel` is contiguous."""
+    arguments, threads = linear_arguments(LinearLayer(weights), panel.dtype, None), torch.get_num_threads()
+    own, count = FLOATS[panel.dtype], len(panel)
+    _native.decode_weights(arguments, first, count, own, panel.data_ptr(), instruction_set(), threads)
 
 
 def linear(call: LinearInput) -> LinearOutputs:
-    """See `reference.linear`. Takes up to MAX_ROWS rows, none of which depends on the others."""
+    """See `reference.linear`. Takes up to MANY_ROWS rows, none of which depends on the others."""
     inputs, layer, threads = call.inputs.contiguous(), call.layer, torch.get_num_threads()
     dtype, scales = inputs.dtype, None if layer.scales is None else layer.scales.contiguous()
     result = inputs.new_empty(*inputs.shape[:-1], layer.out_features)
     arguments, own = linear_arguments(layer, dtype, scales), FLOATS[dtype]
-    _native.linear(arguments, call.rows, own, inputs.data_ptr(), result.data_ptr(), instruction_set(), threads)
+    for first in range(0, call.rows, MAX_ROWS):
+        rows = min(MAX_ROWS, call.rows - first)
+        read = inputs.data_ptr() + first * layer.in_features * inputs.itemsize
+        written = result.data_ptr() + first * layer.out_features * inputs.itemsize
+        _native.linear(arguments, rows, own, read, written, instruction_set(), threads)
     return result
 
 
