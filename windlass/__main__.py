@@ -10,7 +10,7 @@ from typing import NoReturn, TextIO
 from windlass.cli.terminal import CLEAR, end_at_ctrl_c
 from windlass.core.errors import WindlassWarning
 
-GARBAGE_EVERY = 100_000  # new objects between two searches for garbage; imports make a million of them, and no garbage
+GARBAGE_EVERY = 100_000  # new objects between two searches for garbage: imports make a million objects, none garbage
 
 
 def run() -> NoReturn:
@@ -36,7 +36,7 @@ def _note(
     category: type[Warning],
     filename: str,
     lineno: int,
-    file: TextIO | None = None,  # noqa: ARG001  # what Python gives
+    file: TextIO | None = None,  # noqa: ARG001  # Python passes it
     line: str | None = None,  # noqa: ARG001
 ) -> None:
     """A warning of ours as a line; those of libraries for whoever asks for warnings, with Python's own options."""

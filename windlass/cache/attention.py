@@ -223,7 +223,7 @@ def joined(table: SlotTable, rules: LayerConfig, step: Step, new: StepTokens) ->
     joins = _columns(joins, order)
     newest, is_held = _newest(table.positions, step.positions)
     joins[..., :1] &= is_held
-    # In the order of the text; what the layer holds comes first, though it may belong to no run of this step.
+    # In the order of the text. The held tokens come first, though they may belong to no run of this step.
     runs = _Runs(~pad(joins, (1, 0)))
     held = table.store.over(table.store.take_all(newest))
     counts = torch.cat((table.state[MERGED].gather(-1, newest) + 1, torch.ones_like(joins, dtype=torch.float32)), -1)
@@ -284,7 +284,7 @@ def slots_wanted(
     wanted = rules.slots_for(tokens, table.slots, table.occupancy_bound, 0, longest_decode, False)
     if wanted <= table.slots and not begins:
         return wanted
-    table.occupancy_bound = int((table.positions != EMPTY).sum(-1).max())  # what is reserved may be in use again
+    table.occupancy_bound = int((table.positions != EMPTY).sum(-1).max())  # a reserved slot may be in use again
     return rules.slots_for(tokens, 0 if begins else table.slots, table.occupancy_bound, 0, longest_decode, False)
 
 
@@ -501,14 +501,14 @@ def attend(
     picks = IndexerState.of(view, call)
     if rotary is None:
         return kernels.attend(whole if picks is None else picked(whole, picks))
-    # Distances within a sliding window are those that the model was trained on, however long the text.
+    # The model was trained on all distances within a sliding window, so the text's length does not matter.
     trained_length = rotary.trained_length if rules.sliding_window is None else None
     mode, places = mode.within(trained_length, rules.budget is not None), view.places
     is_normed, occupancy = whole.query_gain is not None and places is None, view.occupancy
     if rotary.table_changes_at(mode.bound(step.end, occupancy, 1)) or (
         is_normed and not mode.keeps_places(step.end, occupancy)
     ):
-        occupancy = view.counted  # what is known without asking the device is too much to choose a table by
+        occupancy = view.counted  # the bound known without a device sync is too loose to choose a table
     if is_normed and not mode.keeps_places(step.end, occupancy):
         raise UsageError(
             f"positions={mode.name!r} would keep distances here, but not where tokens stand, and this model applies "

@@ -74,7 +74,7 @@ def shared_budgets(
         found[1, : ordered.shape[1], layer] = is_there.sum(0)
     total, count = found if heads is None else heads.ranks.sum(found)
     table = (total / count.clamp(min=1)).where(count > 0, -torch.inf)
-    # The best rank of each layer is kept, whatever it is worth.
+    # Each layer keeps its best rank, however low its score.
     wanted = (limits.budget - protected - 1) * len(scores)
     rest = table[1:].flatten()
     if wanted >= int((rest > -torch.inf).sum()):

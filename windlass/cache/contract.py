@@ -109,7 +109,7 @@ class _CheckingPolicy(Wrapper, ModelSpecific, Initializer, Recency):
         return repr(self.policy)
 
     @property
-    def keeps_newest(self) -> bool:  # type: ignore[override]  # what is wrapped decides
+    def keeps_newest(self) -> bool:  # type: ignore[override]  # the wrapped policy decides
         return keeps_newest(self.policy)
 
     def preprocess(self, queries: Queries, keys: NewKeys, layer: int) -> NewTokens:

@@ -29,7 +29,7 @@ from windlass.positions.rotary import Rotary
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Decode
 
-Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots that are to be free, and what stood there
+Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots to free, and their old positions
 
 
 class LayerCall(NamedTuple):
@@ -78,7 +78,7 @@ class LayerStep(NamedTuple):
         recall = self.table.recall
         if recall is None or not (is_recorded or self.has_evicted):
             return False
-        # Tokens that joined have left their slots, too, and are in those of others until the budget evicts.
+        # Joined tokens have left their slots as well. Other slots hold them until the budget evicts.
         return not self.rules.joins or max(recall.lengths, default=0) > (self.rules.budget or MAX_NUMBER)
 
     def split(self, parts: Sequence[Step]) -> list["LayerStep"]:
@@ -135,7 +135,7 @@ class KernelHandle(NamedTuple):
     kernel: "Decode"
     retention: Retention | None  # that the kernel sees to
     end: int  # of the longest text
-    tensors: tuple[ReferenceType[Tensor], ...]  # weak: what a layer, or the rotary, gives up must not be kept alive
+    tensors: tuple[ReferenceType[Tensor], ...]  # weak: a tensor that its layer or rotary drops must be freed
     rules: LayerConfig
     rotary: Rotary | None
     mode: PositionMode

@@ -491,7 +491,7 @@ def held_positions(cache: CacheState, row: int) -> set[int]:
     return own if cache.heads is None else own.union(*cache.heads.ranks.gathered(own))
 
 
-EDIT: Final = "recompute"  # what errors call it
+EDIT: Final = "recompute"  # the name in errors
 
 
 def check_rewrite(cache: CacheState, end: int, added: CacheState | None = None) -> None:

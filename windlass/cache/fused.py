@@ -333,7 +333,7 @@ def _steps_left(layer: SlotLayer, handle: KernelHandle) -> int:
     own, held = table.slots - rules.recall_room, table.occupancy_bound
     left = own - held - layer.history.reserved
     if rules.budget is not None:
-        steady = own - rules.budget - limit - 1 > 0  # a budget's worth of tokens, and what may be rolled back
+        steady = own - rules.budget - limit - 1 > 0  # the budget, and the tokens that a rollback may remove
         left = MAX_NUMBER if steady and handle.retention is not None else left
         if handle.retention is None:
             left = min(left, rules.budget - held)

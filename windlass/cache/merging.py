@@ -127,7 +127,7 @@ def nearest_target(candidates: MergeCandidates) -> SlotIndex:
 
 Target = Callable[[MergeCandidates], SlotIndex]
 TARGETS: dict[str, Target] = {"nearest": nearest_target, "next": next_target}
-"""A target slot for each evicted token. Where a row and head has no target at all, any slot."""
+"""Functions that choose a target slot for each evicted token. Without a target, any slot is returned."""
 
 
 def cosine_with_target(keys: SlotKeys, evicted: SlotIndex, targets: SlotIndex) -> Tensor:
@@ -195,16 +195,16 @@ class Merge(ABC):
     threshold: float = -1.0
 
     name: ClassVar[str]
-    """What a user calls it."""
+    """The rule's name in options and labels."""
 
     is_counted: ClassVar[bool] = False
-    """Return True if the logarithm of a slot's count is added to its logits."""
+    """True if attention adds the logarithm of a slot's count to its logits."""
 
     is_mean: ClassVar[bool] = True
-    """True if a slot's keys and values are weighted means over its tokens, so that tokens may join as they come."""
+    """True if a slot stores weighted means of its tokens' keys and values. Tokens may then join as they come."""
 
     weighs_by: ClassVar[str | None] = None
-    """Name of the policy's state that gives the weights; None weighs by counts."""
+    """Name of the policy's state that weights the means (None: weighted by counts)."""
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:

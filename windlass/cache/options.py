@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # the annotations of fields are not read at run time, where n
 
 DEFAULT_RECALL_STORE: Final = "int4"
 MAX_DEFAULT_WINDOW: Final = 64
-# Names that a shell completes to, without an import of what they name; a test compares them.
+# Names for a shell's completion, which imports no policy. A test compares them with the registry.
 POLICIES: Final = (
     *("recent", "random", "h2o", "tova", "snapkv", "key_norm"),
     *("key_diff", "lag_kv", "leverage", "compactor", "r_kv", "expected_attention"),

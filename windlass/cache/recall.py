@@ -74,9 +74,9 @@ class RecallMemory:
     def __init__(self, folder: Path | None, piece: int = PIECE, is_near: bool = False) -> None:
         self.folder, self.piece, self.is_near = folder, piece, is_near
         self.reader = torch.device("cpu")
-        """The device whose kernels read and write it; set before any token is held."""
+        """The device whose kernels read and write the memory. It is set before the first token."""
         self.segments: tuple[Segment, ...] = ()
-        self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, and what its rows are like
+        self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, its width and its dtype
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
         """A copy with memory, or a file, of its own."""
@@ -177,7 +177,7 @@ class RecallMemory:
         if self.is_near:
             return like.new_zeros(shape)
         if self.folder is None:
-            self._wait()  # what was freed may still be written to
+            self._wait()  # a kernel may still write to freed memory
             return torch.zeros(shape, dtype=like.dtype, pin_memory=self.reader.type == "cuda")
         numbers = torch.Size(shape).numel()
         size = numbers * like.itemsize
@@ -193,7 +193,7 @@ class RecallMemory:
         return torch.frombuffer(mapped, dtype=like.dtype, count=numbers).view(shape)
 
 
-NOWHERE: Final = -1  # the index of what is not written
+NOWHERE: Final = -1  # the index of a column that is not written
 
 
 @final
@@ -248,10 +248,10 @@ class PageDigests:
 
 
 TOKEN_INDEX: Final = "recall_index"  # state: the number of tokens written to the row before that of the slot
-CANDIDATES: Final = 256  # pages of the best digests, which are looked at token by token; more where more are recalled
-DISTANCE: Final = 128  # at which queries look for tokens, whatever their own distance
+CANDIDATES: Final = 256  # pages with the best digests, scored token by token. A larger recall takes more
+DISTANCE: Final = 128  # distance at which queries score all tokens
 MOVED: Final = 4096  # tokens that are taken over at once
-DECIDING: Final = 16  # the newest queries of a step, which decide what all of its queries recall
+DECIDING: Final = 16  # the newest queries of a step choose the tokens that all of its queries recall
 
 
 class RecallTokens(NamedTuple):
@@ -271,16 +271,16 @@ class RecallStore:
     def __init__(self, tokens: int, codec: Store, memory: RecallMemory) -> None:
         self.tokens, self.codec, self.memory = tokens, codec, memory
         self.lengths: tuple[int, ...] = ()
-        """Tokens of each row; what lies behind them is not looked at."""
+        """Number of tokens in each row. Positions behind them are not read."""
         self.device = torch.device("cpu")
-        """Where tokens are ranked: the model's device, or the host, which then is sent queries and kept tokens."""
+        """The device that ranks tokens: the model's, or the host, which then receives queries and kept tokens."""
         self.positions = torch.empty(1, 0, dtype=torch.int32)
-        """(batch, capacity): where each token stands in its text, EMPTY where it was dropped, or never written."""
+        """(batch, capacity): the position of each token in its text, EMPTY if it was dropped or never written."""
         self.last_recalled = torch.empty(1, 0, 0, dtype=torch.int32)
-        """(batch, kv_heads, recalled): the positions that the newest step read beside the slots, EMPTY for none."""
+        """(batch, kv_heads, recalled): the positions that the newest step recalled, EMPTY for none."""
         self.digests = PageDigests(codec, memory)
         self._ends = torch.empty(0, dtype=torch.int64)
-        self._ended: tuple[int, ...] | None = None  # what `_ends` has on the device
+        self._ended: tuple[int, ...] | None = None  # the numbers in `_ends`, known without a device sync
         self._scanned: tuple[tuple[Segment, ...], tuple[RecallPiece, ...]] = (), ()
 
     @property

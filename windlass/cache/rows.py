@@ -15,7 +15,7 @@ from windlass.core.step import Pass, RowSinks, Step
 from windlass.core.types import QueryPositions, TokenIds, TokenMask
 
 Padding = tuple[tuple[int, int], ...] | None
-"""Ranges [start, end) of columns; None where an edit or a file left it unknown."""
+"""Ranges [start, end) of padded columns (None: unknown after an edit or in a loaded file)."""
 
 
 def extended(padding: Padding, start: int, columns: int, is_token: Sequence[bool] | None) -> Padding:
@@ -332,7 +332,7 @@ class RowTable:
         flags = [is_token[at] if is_token is not None and n else None for at, n in enumerate(lengths)]
         each = zip(self.rows, lengths, prompts, flags, strict=True)
         rows = [row.fed(n, columns, prompt, own) for row, n, prompt, own in each]
-        # Rows that stand at different columns count those that come under different numbers.
+        # Rows at different columns number the coming columns differently.
         return RowTable(
             tuple(
                 new if old.columns == before or new.padding == () else replace(new, padding=None)

@@ -35,7 +35,7 @@ class TableSnapshot(NamedTuple):
     statistics: dict[str, Tensor]
     occupancy_bound: int
     recall: RecallSnapshot | None
-    copies: list[tuple[Tensor, Tensor]]  # a tensor, and what it held; grows before anything is written
+    copies: list[tuple[Tensor, Tensor]]  # a tensor and a copy of its contents, appended before each write
 
 
 class SlotTable:

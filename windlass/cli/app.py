@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A mistake of the user is one line on stderr and exit code 2, without a traceback.
     """
-    if sys.stderr is None:  # closed by the caller: what would have been said is lost, and no file takes its place
+    if sys.stderr is None:  # closed by the caller: messages are lost, and no file replaces them
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # until the process ends
     if sys.stdout is None:
         return _failed("the output is closed; send it somewhere, to /dev/null if it is not wanted")
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(INTERRUPTED_LINE, file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone; without this, Python complains once more at exit.
+        # The reader of our output has gone. Without this, Python prints another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -353,7 +353,7 @@ def policies(is_json: take.Json = False) -> int:
     if is_json:
         terminal.say(json.dumps({"policies": entries}, ensure_ascii=False) + "\n")
         return 0
-    # A pipe gets whole lines, whatever the width of a terminal.
+    # A pipe gets whole lines at any terminal width.
     console = Console(soft_wrap=True, highlight=False)
     for entry in entries:
         console.print(Text.assemble((f"{entry['name']:20}", "bold"), entry["made"]))

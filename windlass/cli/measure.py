@@ -75,7 +75,7 @@ def bench(request: BenchRequest, output: Path | None, form: OutputFormat, clock:
         benchmark = Benchmark(request)
     code = 0
     try:
-        # A thread that draws would take its time from what is measured.
+        # A thread that draws would slow down the measured runs.
         with progress("runs", has_thread=False) as bars:
             bar = bars.add_task("", visible=False)
 
@@ -87,7 +87,7 @@ def bench(request: BenchRequest, output: Path | None, form: OutputFormat, clock:
     except KeyboardInterrupt:
         code = INTERRUPTED
     finally:
-        # Whatever ended it: what was measured took minutes.
+        # Measured rows took minutes, so they are shown after any error.
         _show(benchmark, output, form)
     if code:
         timed = sum(len(row.samples_s) for row in benchmark.rows)
@@ -114,7 +114,7 @@ def _show(benchmark: Benchmark, output: Path | None, form: OutputFormat) -> None
 
 def _print(rows: Sequence[BenchRow], conditions: Conditions, has_ratios: bool) -> None:
     """Print the values that all rows share, and a table of the rest no wider than the terminal."""
-    # A pipe gets whole lines, whatever the width of a terminal.
+    # A pipe gets whole lines at any terminal width.
     console = Console(width=None if Console().is_terminal else PIPE_WIDTH, highlight=False)
     console.print(Text(in_common(rows, conditions)))
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -372,7 +372,7 @@ def _run(sweep: Sweep, speed_s: float) -> bool:
 
 
 def _print_table(table: Table) -> None:
-    # A pipe gets whole lines, whatever the width of a terminal.
+    # A pipe gets whole lines at any terminal width.
     Console(width=None if Console().is_terminal else PIPE_WIDTH).print(table)
 
 

@@ -210,7 +210,7 @@ def open_session(
     is_half = given.get("recall") == HALF
     if path is None:
         asked = cache_options(given)
-    else:  # numbers are checked together, and those that were not given are the file's
+    else:  # numbers are checked together, and the file supplies the missing ones
         if not path.exists():
             raise UsageError(f"prompt cache {path} is not there; make it with `windlass cache`")
         check_regular(path, "prompt cache")

@@ -60,9 +60,9 @@ def end_at_ctrl_c() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  # what Python gives
+def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  # Python passes it
     start = CLEAR if os.isatty(2) else ""
-    os.write(2, f"{start}{INTERRUPTED_LINE}\n".encode())  # `print` may be what was interrupted
+    os.write(2, f"{start}{INTERRUPTED_LINE}\n".encode())  # the signal may have interrupted `print`
     os._exit(INTERRUPTED)
 
 
@@ -202,7 +202,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None and str(file) != "-":
         return read_text(file, f"prompt file {file}")
     if prompt is not None and prompt != "-":
-        # What the shell passes is decoded with stand-ins for bytes that are not UTF-8.
+        # Python decodes an argument with stand-ins for bytes that are not UTF-8.
         return decoded(prompt.encode("utf-8", "surrogateescape"), "the prompt")
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("no prompt; give it as an argument, with --file, or through a pipe")
@@ -390,7 +390,7 @@ def as_interrupts(is_wanted: bool = True) -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  # what Python gives
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  # Python passes it
     raise KeyboardInterrupt
 
 

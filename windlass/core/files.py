@@ -14,7 +14,7 @@ from uuid import uuid4
 from windlass.core.errors import UsageError
 
 MAX_BYTES: Final = 2**28  # of a text, a file of results or a policy: far more than anybody needs, and held in memory
-BYTE_ORDER_MARK: Final = "\ufeff"  # with which some editors begin a UTF-8 text; it is no part of it
+BYTE_ORDER_MARK: Final = "\ufeff"  # some editors put it before a UTF-8 text, of which it is no part
 WRITER_SECONDS: Final = 2.0  # to wait for somebody who writes into a named pipe
 
 

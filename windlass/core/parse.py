@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 AUTO: Final = "auto"  # of a policy, a mode, a number type or a device: it is chosen
-NO_MERGE: Final = "none"  # the label of a cache that drops what it evicts
+NO_MERGE: Final = "none"  # the label of a cache that drops evicted tokens
 NO_SHARES: Final = "none"
 NO_RECALL: Final = "none"
 HALF: Final = "half"  # of the budget
@@ -145,9 +145,9 @@ def _is_balanced(text: str) -> bool:
 MAX_NUMBER: Final = 2**30  # positions are 32-bit
 DEFAULT_SINKS: Final = 4
 SYSTEM: Final = "system"
-"""In the place of a number of sinks: the tokens of each row's system text."""
+"""A value of `sinks` instead of a number: the tokens of each row's system text."""
 PAGE: Final = 8
-"""Tokens that are recalled together: neighbours in the order in which they were written."""
+"""Number of tokens that are recalled together: neighbours in the order of writing."""
 LEAST: Final = {"sinks": 0, "newest": 0, "group": 1, "window": 1, "limit": 1}  # of stores and position modes
 
 
@@ -186,7 +186,7 @@ def in_units(count: int) -> str:
     return f"{count} B"
 
 
-CLOSE: Final = 0.65  # of 1, for equal names; names that share only some letters have less
+CLOSE: Final = 0.65  # similarity of names, of 1 for equal ones: names that share only some letters score less
 
 
 def did_you_mean(typed: str, names: Iterable[str]) -> str:
@@ -278,7 +278,7 @@ class PluginKind:
     def _run(self, path: Path) -> ModuleType:
         """Unlike `import`, leaves no byte code beside the file."""
         file = f"{self.word} file {path}"
-        # What runs through all modules, or prints a traceback, opens their sources: a pipe would let it wait for ever.
+        # A traceback, or a tool that walks all modules, opens their sources: a pipe would make it wait for ever.
         source = str(path) if path.is_file() else f"<{path}>"
         try:
             code = compile(read_bytes(path, file), source, "exec")
@@ -314,10 +314,10 @@ GGUF: Final = ".gguf"
 PART: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 SAFETENSORS: Final = "model*.safetensors"  # others may be adapters, or a scorer of ours
 PICKLES: Final = "pytorch_model*.bin"
-# A tokenizer has a file of one of these names, whatever its kind.
+# Every kind of tokenizer has a file of one of these names.
 TOKENIZERS: Final = ("tokenizer*", "tokenization_*.py", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 CONFIG: Final = "tokenizer_config.json"
-# Numbers of a config that count something; whether it has them depends on the architecture.
+# Counts in a config. Each architecture has some of them.
 COUNTS: Final = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("hidden_size", "intermediate_size", "vocab_size"),

@@ -41,7 +41,7 @@ PLACE: Final = "rotary_place"  # state: the place of the slot's token
 BLOCK_START: Final = "rotary_block_start"  # state: the first place of the picture that the token belongs to
 BLOCK_END: Final = "rotary_block_end"  # state: one past the last position of that picture, on any axis
 PLACES: Final = (PLACE, BLOCK_START, BLOCK_END)
-MAX_PLACE: Final = 2**24  # up to which float32, in which state is kept, holds whole numbers
+MAX_PLACE: Final = 2**24  # state is float32, which is exact for whole numbers up to this
 
 
 class Picture(NamedTuple):

@@ -128,7 +128,7 @@ def join(
     starts = own_starts(begin_of_text(model), [part.ids[0] for part in parts], spans)
     if parts and (starts or not isinstance(mode, Nothing)):
         check_rewrite(cache, max(*cache.next_positions, end + added), parts[0].cache)
-        cache.reserve(added + min(added, cache.chunk))  # what is read again is written beside what was held
+        cache.reserve(added + min(added, cache.chunk))  # tokens read again are written beside the held ones
     done = 0
     try:
         for part, span in zip(parts, spans, strict=True):
@@ -207,7 +207,7 @@ def check_parts(parts: PromptParts, tokens: int, options: CacheOptions, kept_byt
         )
 
 
-PREFIX: Final = 1  # tokens behind which each part is read: those that a prompt begins with, where that is no part
+PREFIX: Final = 1  # tokens before each part when it is read, unless the prompt begins with a part
 Piece = tuple[int, int]  # tokens [start, stop) of a prompt
 
 
@@ -269,7 +269,7 @@ class PartsReader(PromptReader):
         spans = [Span(*piece, is_exact=piece[0] == self._lead) for piece in group]
         begins = own_starts(self._begins, [prompt[span.start] for span in spans], spans)
         if self.cache.budget is not None:
-            self.cache.reserve(stop - start + self.cache.chunk)  # what is read again is written beside what was held
+            self.cache.reserve(stop - start + self.cache.chunk)  # tokens read again are written beside the held ones
         for piece in group:
             yield from self._spliced(piece)
         if not begins and isinstance(mode, Nothing):
@@ -309,7 +309,7 @@ class PartsReader(PromptReader):
                 "it in smaller parts, or as text"
             )
         while (place := self._kept.reserve(needed)) is None:
-            yield  # until other prompts have given back what is reserved for theirs
+            yield  # until other prompts have released their reservations
         try:
             cache, read = KVCache.from_options(self._model, options), [*key.prefix, *ids]
             cache.reserve(len(read))

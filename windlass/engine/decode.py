@@ -29,9 +29,7 @@ from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
 from windlass.positions.modes import PositionMode
 
-FIRST_CAPTURE: Final = (
-    1024  # positions that the first captured step serves; then twice as many each time they are used up
-)
+FIRST_CAPTURE: Final = 1024  # positions that the first captured step serves, doubled each time they are used up
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +72,8 @@ class Decoder:
     def __init__(
         self, model: PreTrainedModel, cache: KVCache, sampler: Sampler, logits: Tensor, graph: Graph | None
     ) -> None:
-        # A replayed step would change the state of a recurrent layer without a copy of what it was. Where tokens of a
-        # text with pictures are read, the host tells each step, and it ranks what lies in a file.
+        # A replayed step would change the state of a recurrent layer without a copy of the old state. In a text with
+        # pictures the host computes the places of each step. It also ranks tokens that a file stores.
         is_served = graph is not None and not cache.recurrent and not cache.rows.has_pictures
         self._graph = graph if is_served and not any(map(is_ranked_by_host, cache.layers)) else None
         self._model, self._cache, self._sampler = model, cache, sampler

@@ -297,7 +297,7 @@ class _Run:
         self._prefill_s = time.perf_counter() - started
         heads = self._cache.heads
         sampler = Sampler(self._sampling, self._prompts, logits.device, None if heads is None else heads.ranks)
-        # What ranks tell one another has not been tried inside of a graph.
+        # Communication between ranks is untested inside of a graph.
         decoder = Decoder(
             self._model, self._cache, sampler, logits, graph_for(logits.device) if heads is None else None
         )

@@ -84,7 +84,7 @@ class EntryInfo:
     id: str
     kind: Kind
     name: str | None
-    """None: not known any more, for it was written by an earlier run of the server."""
+    """Name of the prefix (None: unknown, as an earlier run of the server wrote it)."""
     tokens: int
     bytes: int
     place: Literal["memory", "disk"]

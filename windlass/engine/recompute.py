@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 Measure = Callable[[Sequence[int]], Tensor]
-"""How far the values of the tokens at these positions are from what they would be, in one layer."""
+"""Measure how far one layer's held values of the tokens at these positions are from freshly computed ones."""
 
 
 class Recompute(ABC):

@@ -43,7 +43,7 @@ class Sampling:
     seed: int = declared(Option(0, "Same seed, same text", int, least=0, most=2**62 - 1))
 
     def __post_init__(self) -> None:
-        check_fields(self)  # plain numbers of Python: transformers refuses those of numpy
+        check_fields(self)  # plain numbers of Python: transformers refuses numbers of numpy
 
 
 FinishReason = Literal["stop", "length", "interrupted"]

@@ -50,7 +50,7 @@ class Service(ABC):
     limits: EngineLimits
 
     options: CacheOptions
-    """Of the rows that most requests are meant for: what a request has that asks for nothing else."""
+    """Default options of a row. A request may ask for others."""
 
     @property
     def kinds(self) -> Sequence[CacheOptions]:
@@ -112,7 +112,7 @@ class Totals:
 
 LOG: Final = logging.getLogger("windlass.engine")
 ERRORS: Final = 3  # in a row, after which the engine is dead
-ALL: Final = "all"  # that is done; beside it, the steps of each lane are counted apart
+ALL: Final = "all"  # name of the count of errors in all work. The steps of each lane have counts of their own
 ALONE: Final = "alone"  # lanes of one request, all together
 
 
@@ -139,7 +139,7 @@ class ErrorCounter:
         errors = self._totals.errors
         try:
             work()
-            if self._totals.errors == errors:  # those of a single request of the step count, too
+            if self._totals.errors == errors:  # a single request of the step may have failed
                 for name in counts:
                     self._in_a_row.pop(name, None)
         except WindlassError as error:
@@ -302,7 +302,7 @@ class Scheduler(Service):
         self._threads = torch.get_num_threads()  # each thread has a number of its own
         self._thread = Thread(target=self.run, name="windlass-engine", daemon=True)
         self.has_failed = False
-        """Return True if it ended by an error."""
+        """True if the engine ended by an error."""
 
     @property
     def bytes_limit(self) -> int:
@@ -367,7 +367,7 @@ class Scheduler(Service):
         torch.set_num_threads(self._threads)
         try:
             self._end(self._served())
-        except BaseException:  # whatever it is, nobody is to wait for an engine that has ended
+        except BaseException:  # of any kind: nobody may wait for an engine that has ended
             LOG.exception("the engine ended")
             self._totals.errors += 1
             self.has_failed = True

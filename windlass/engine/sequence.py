@@ -265,7 +265,7 @@ class ActiveRequest:
         self.writer = Writer(ticket.request, tokenizer, lane.cache.device, None if heads is None else heads.ranks)
         self.is_over = False
         self.seen = self.cached
-        """Tokens that were read and written so far."""
+        """Number of tokens read and written so far."""
 
     def read(self) -> None:
         """Read one more chunk of the prompt. After the last one, choose the first token."""

@@ -50,12 +50,12 @@ class TemplateLayout:
 
     calls: str = AS_GIVEN
     has_results: bool = True
-    """Return True if results of tools are messages of their role, and not of the user."""
+    """True if results of tools are messages of their own role, and not of the user."""
     has_tools: bool = True
-    """Return True if the template is given the tools; else the system text has them."""
+    """True if the template takes the tools. Otherwise the system text lists them."""
     system: str = AS_GIVEN
     is_joined: bool = False
-    """Return True if neighbours of one role are one message."""
+    """True if neighbouring messages of one role become one message."""
 
     def applied(self, messages: Messages, tools: Tools) -> tuple[Messages, Tools]:
         """The conversation in this form."""
@@ -126,7 +126,7 @@ def rendered(
         try:
             if not marks or _shows(render(*attempt), marks):
                 return render(*form.applied(messages, tools)), form
-        except Exception:  # a template is a program of the model's authors, and raises what it likes
+        except Exception:  # a template is a program of the model's authors, and may raise anything
             continue
     return render(messages, tools), FORMS[0]
 
@@ -247,7 +247,7 @@ def _json(value: Any) -> str:
 Message = dict[str, str]  # of `role` (system, user or assistant) and `content`
 Standing = Literal["bare", "user", "reply"]
 
-REPLY = "\u2042reply\u2042"  # stands for a reply in a template; no text has it
+REPLY = "\u2042reply\u2042"  # stands for a reply in a template, and appears in no text
 TEXT = "\u2042text\u2042"  # stands for a text of the user
 
 
@@ -330,7 +330,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
         raise UsageError("this model has no chat template; leave --system out, or choose a model made for chat")
     try:
         return rendered(tokenizer, [dict(each) for each in messages])[0]
-    except Exception as error:  # a template is a program of the model's authors, and raises what it likes
+    except Exception as error:  # a template is a program of the model's authors, and may raise anything
         gist = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
             f"this model's chat template fails: {gist}; `windlass generate --raw` leaves the template out"
@@ -358,7 +358,7 @@ def _bare(text: str) -> str:
 MOST: Final = 256  # ends of a prompt: each takes a rendering of its messages
 HEAD: Final = ("system", "developer", "tool")  # roles of messages that belong to the head, before all others
 Render = Callable[[Sequence[AnyMessage]], str]
-"""A conversation as the template has it, without the start of a reply; may raise anything."""
+"""Render a conversation by the template, without the start of a reply. May raise anything."""
 
 
 def renderer(
@@ -415,7 +415,7 @@ def head_tokens(
     asked = [*messages[:count], {"role": "user", "content": TEXT}]
     try:
         head, found, _ = render(asked).partition(TEXT)
-    except Exception:  # a template is a program of the model's authors, and raises what it likes
+    except Exception:  # a template is a program of the model's authors, and may raise anything
         return 0
     if not found or (text is not None and not text.startswith(head)):
         return 0

@@ -60,7 +60,7 @@ def stops_of(
 
 
 CONTEXT: Final = 8  # tokens before the first new one: enough for a tokenizer to place its spaces
-INCOMPLETE: Final = "\ufffd"  # what a tokenizer gives for part of a character
+INCOMPLETE: Final = "\ufffd"  # a tokenizer's text for part of a character
 BYTE: Final = re.compile("<0x([0-9A-F]{2})>")  # a token of SentencePiece that is one byte
 
 
@@ -115,7 +115,7 @@ class TextStream:
     decoded: str  # the text of `tokens`, as the tokenizer gives it
     unfinished: bytes = b""  # of a character whose other bytes have not come
     piece: str = ""
-    held: str = ""  # what was not given out, because it may become a stop string
+    held: str = ""  # text that may become a stop string, so it is not yet given out
     length: int = 0  # characters given out or held
     is_stopped: bool = False
 

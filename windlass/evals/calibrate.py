@@ -34,7 +34,7 @@ from windlass.policies.linear_scorer import LayerWeights, Scorer
 from windlass.policies.pairs import PairTable
 from windlass.policies.wrappers import Wrapper
 
-DIGITS: Final = 3  # of a share; equal numbers put heads into one group
+DIGITS: Final = 3  # decimals of a share: heads with equal shares form a group
 
 
 def measure_shares(
@@ -106,7 +106,7 @@ def kept_shares(
     wanted = free * sum(score.shape[0] for score in scores.values())
     if wanted >= int((every > -torch.inf).sum()):
         raise UsageError(f"shares: a text of {len(ids)} tokens fits into a budget of {limits.budget}; give longer ones")
-    # Of equal scores those of the lower layer and head win.
+    # Among equal scores the lower layer and head win.
     is_kept = torch.zeros_like(every, dtype=torch.bool)
     is_kept[every.sort(descending=True, stable=True).indices[:wanted]] = True
     parts = is_kept.split([score.numel() for score in scores.values()])
@@ -251,7 +251,7 @@ def _predicted(model: PreTrainedModel, cache: KVCache, ids: Tensor, rows: int) -
 
 RIDGE: Final = 1e-2  # of the mean variance of a feature
 LEAST: Final = 1e-6  # probability: below it, all scores are alike
-SINKS: Final = 4  # first tokens of a text, which attention reads whatever they are, and a cache keeps
+SINKS: Final = 4  # first tokens of a text: attention reads any token there, and a cache never evicts them
 TEACHER: Final = KVzip(64)
 MAX_FEATURES: Final = 4096  # of a head: its products with each other are held in float64, for all heads
 

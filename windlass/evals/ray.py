@@ -17,7 +17,7 @@ from windlass.evals.ray_cluster import Batch, BatchQueue
 from windlass.evals.results import Case, Identity
 from windlass.evals.run import EvalOptions, Executor, Measured, Plan, Runner, Started
 
-# By what Ray promises: the worker, and its batch, or None while it loads.
+# Keys are Ray's references. Values are the worker and its batch, or None while the worker loads.
 Running = dict[Any, tuple[Any, Batch | None]]
 PLUGINS: Final = "windlass_"  # begins the names of modules that are files of users
 

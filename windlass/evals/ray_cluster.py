@@ -21,10 +21,10 @@ from windlass.evals.report.summaries import grouped
 from windlass.evals.run import POOL
 
 LOCAL: Final = "local"
-# Ray's ports are open to all networks, whatever the address of its node, so our own asks for a token.
+# Ray opens its ports to all networks, at any address of its node, so our cluster asks for a token.
 MODE, TOKEN, ASKS = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "token"
 NICENESS: Final = "RAY_worker_niceness"  # 15 unless said: beside other programs such workers hardly run
-STORE_BYTES: Final = 128 << 20  # what goes between processes are lines of results, and settings
+STORE_BYTES: Final = 128 << 20  # processes exchange settings and lines of results
 
 
 @contextmanager

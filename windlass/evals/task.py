@@ -42,13 +42,13 @@ class Task(ABC):
     """Makes samples. One object makes them all, so it remembers nothing."""
 
     answer_tokens: int
-    """Most tokens of an answer."""
+    """Maximum of tokens in an answer."""
 
     turns: int = 1
-    """Lines of results per sample: one per question, or the one of a text without questions."""
+    """Number of result lines per sample: one per question, or one for a text without questions."""
 
     least_units: int = 0
-    """The smallest size that makes sense."""
+    """Smallest size of a sample, in units."""
 
     @property
     def most_units(self) -> int | None:

@@ -46,7 +46,7 @@ from windlass.positions.modes import Compact, Original, PositionMode, SelfExtend
 NUMBER_BYTES = 4  # of a position, and of a number that a policy or a rule of merging keeps, per slot
 PROBES = (48, 80)  # budgets, too small to take time
 ASKED = 8  # tokens of a question after it
-STEPS = HEADROOM + 8  # of decode in a probe: more than records are kept of
+STEPS = HEADROOM + 8  # of decode in a probe: more than the cache keeps records of
 
 
 @dataclass(frozen=True)
@@ -367,7 +367,7 @@ class TuneRunner(Runner):
             options = CacheOptions(chunk=CHUNK, **dict(zip(axes, values, strict=True)))
             try:
                 layers = [layer_bytes(shape, options) for shape in shapes]
-                budget_within(layers, options, size)  # what is far too large is not probed
+                budget_within(layers, options, size)  # rejects far too large caches without a probe
                 records = records_of(self.model, ids, options, layers)
                 made.append((options, budget_within(layers, options, size, records)))
             except UsageError as error:

@@ -92,7 +92,7 @@ class CheckedGenerate:
         cache, mask, embeds = (kwargs.get(name) for name in (GENERATE, "attention_mask", "inputs_embeds"))
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
         columns: Any = ids if embeds is None else embeds
-        # A mask of more columns than there are ids tells that only what is new was passed.
+        # A mask with more columns than ids tells that the call passes only the new tokens.
         is_whole = isinstance(columns, Tensor) and (mask is None or mask.shape[1:2] == columns.shape[1:2])
         if isinstance(cache, TextCache) and is_whole:
             check_continues(cache, columns.shape[1], None if columns is embeds else ids)
@@ -165,18 +165,18 @@ class AttachedModel(Attachment):
         self.indexers = indexers_of(decoder.attention_modules, self._is_ours, self._note_indexer)
         self.indexed = IndexedLayers()
         self.own_linear = own_linear
-        self.heads: RankHeads | None = None  # what this process has, where several hold the model together
+        self.heads: RankHeads | None = None  # heads of this process under tensor parallelism
         self.known, self.few_rows = few_rows_of(model, decoder.inner, self.whole, NAME, own_linear)
         self.columns: list[Columns] = []  # recurrent layers that are read token by token
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
-        self._chunks: dict[int, int | None] = {}  # likewise, of attention within chunks
-        self.rotaries: list[Rotary | None] = []  # per attention layer; None where it does not rotate
+        self._chunks: dict[int, int | None] = {}  # per layer, lengths of attention chunks
+        self.rotaries: list[Rotary | None] = []  # per attention layer (None: it does not rotate)
         self.numbers: dict[nn.Module, int] = {}  # of attention modules that have none of their own
         self.query_scales: dict[int, QueryScale] = {}
         self.states: dict[str, Tensor] = {}  # of recurrent layers, on "meta": their shapes for one row
         self.key_means: list[Tensor | None] | None = None  # measured when a store first asks for it
-        self._running: dict[str, RunningPass] = {}  # none or one; a dict's `setdefault` lets one thread in, not two
+        self._running: dict[str, RunningPass] = {}  # none or one: a dict's `setdefault` admits one thread only
         self.attended: set[int] = set()  # layers, in the pass that is running
         self.probe: Probe | None = None
 

@@ -46,7 +46,7 @@ Method = tuple[str, str, str]  # a family of transformers, a class of it, a meth
 
 LAYER: Final[Method] = ("llama", "LlamaDecoderLayer", "forward")
 MLP: Final[Method] = ("llama", "LlamaMLP", "forward")
-# They differ in what they tell the attention function about windows, which ours takes from the mask.
+# Each passes a window to the attention function in its own way. Ours takes windows from the mask.
 ATTENTION: Final[tuple[Method, ...]] = tuple(
     (family, f"{family.capitalize()}Attention", "forward") for family in ("llama", "qwen2", "mistral")
 )
@@ -162,7 +162,7 @@ def _is_near(ours: Tensor, own: Tensor) -> bool:
     return bool(((ours - own).abs() <= step * (own.abs() + own.abs().median())).all())
 
 
-# Whose layers are given what the layer before returned, and all the same mask where they are of one type.
+# In these decoders each layer takes the previous layer's output, and all layers of one type share a mask.
 DECODERS: Final[tuple[Method, ...]] = tuple(
     (family, f"{family.capitalize()}Model", "forward") for family in ("llama", "mistral", "qwen2", "qwen3")
 )
@@ -432,7 +432,7 @@ def _is_simple(attachment: Attachment) -> bool:
 
 
 IDS, EMBEDS = "input_ids", "inputs_embeds"
-# Arguments of a decoder that a cache has read, and those that ask for nothing.
+# Arguments of a decoder that the cache has read, and arguments without effect.
 READ: Final = frozenset({IDS, EMBEDS, "attention_mask", "position_ids", *CACHE_NAMES})
 PLAIN: Final = {"use_cache": True, "return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
@@ -485,7 +485,7 @@ class FewTokensLayer:
         self._rotate = global_of(self._attention, ROTATION)
         self._numbers = [(norm, epsilon_of(norm)) for norm in self._norms]
         self._prepared: _Prepared | None = None
-        self._is_proved = False  # whether the kernel was seen to give what the layer's own code gives
+        self._is_proved = False  # true once the kernel's output matched that of the layer's own code
         self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

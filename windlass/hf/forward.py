@@ -59,7 +59,7 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 
 ROWS: Final = 8  # texts
-TOKENS: Final = 16  # of each; the first does not count: all texts begin alike, and often with a token like no other
+TOKENS: Final = 16  # of each text, without the first: all texts begin alike, often with a special token
 
 
 @torch.no_grad()

@@ -32,9 +32,7 @@ from windlass.policies.wrappers import find
 from windlass.positions.modes import PositionMode
 from windlass.stores.base import Store
 
-CHUNK: Final = (
-    128  # tokens of the second reading at once; the whole text is as far from each of its queries, or nearly so
-)
+CHUNK: Final = 128  # tokens of each step of the second pass. The whole text is about equally far from its queries
 
 
 @no_inference_mode

@@ -102,7 +102,7 @@ def hub_problem(error: Exception) -> str:
         return f"its owner gives it to those who ask for it at {HUB}; ask there, then `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
         return f"{HUB} has no such model, or it is private; look at its spelling, or `hf auth login`"
-    # The clients of the hub raise errors of their own, whose names tell what they stand for.
+    # The clients of the hub raise errors of their own, which are recognised by name.
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & {"ConnectError", "ConnectTimeout", "ConnectionError", "TransportError", "Timeout", "ProxyError"}:
         return f"no connection to {HUB}"
@@ -131,7 +131,7 @@ def _check_shapes(source: str, config: PreTrainedConfig) -> None:
         with torch.device("meta"):
             wanted = AutoModelForCausalLM.from_config(config).state_dict()
         found = {name: shape for path in Path(source).glob(SAFETENSORS) for name, shape in _shapes(path).items()}
-    except Exception:  # what failed before may fail here, too
+    except Exception:  # the error before may have the same cause
         return
     wrong = [name for name in found if name in wanted and tuple(wanted[name].shape) != found[name]]
     if wrong:

@@ -91,7 +91,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
 
     @not_compiled
     @no_inference_mode
-    def update_conv_state(  # type: ignore[override]  # what transformers' layer takes, by name
+    def update_conv_state(  # type: ignore[override]  # arguments of transformers' layer, by name
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> Tensor:
         """Keep the newest of a convolution's inputs. Returns its next input, with the earlier ones in front."""
@@ -215,15 +215,15 @@ def fill_from_rotated(cache: CacheState, source: Cache, kinds: LayerKinds, confi
                 "model's rotation is constant: each key was rotated by the table of its moment; feed the text anew"
             )
         positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
-        if layer.store.latent:  # there latents are called keys, and what all heads share values
+        if layer.store.latent:  # there latents are named keys, and the channels that all heads share are named values
             keys, values = torch.cat((values, keys), -1), keys
         keys = _converted_keys(keys, positions, layer.rotary, seen, is_out=False)
-        # Of transformers' caches, those of chunks and of windows are alike.
+        # transformers uses one class of cache layer for chunks and windows.
         types = getattr(config, "layer_types", None) or ()
         is_chunked = "chunked_attention" in types and types[kinds.attention[layer.index]] == "chunked_attention"
         layer.use_sliding_window(*((None, window) if is_chunked else (window, None)))
         append(layer, keys, values, positions.expand(keys.shape[0], 1, -1))
-        # A sliding layer has dropped what its window left behind, which a rollback would have to bring back.
+        # A sliding layer has dropped the tokens behind its window. A rollback would need them.
         layer.history = History(has_evicted=keys.shape[2] < seen)
     cache.rows = RowTable.after_prompt(cache.batch_size, seen)
 

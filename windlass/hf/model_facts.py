@@ -84,8 +84,8 @@ def _named_ids(model: PreTrainedModel) -> set[int]:
     return found
 
 
-# With these schemes `max_position_embeddings` stays what it was before the window was extended by `factor`, as
-# transformers asks; where a config tells the original length, too, the scheme does not matter.
+# With these schemes `max_position_embeddings` is the length before the window was extended by `factor`, as
+# transformers asks. A config that names the original length as well needs no scheme.
 KEEPS_LENGTH: Final = ("linear", "dynamic")
 
 
@@ -101,7 +101,7 @@ def trained_length(config: PreTrainedConfig, layer_type: str | None = None) -> i
     own = shared.get(layer_type)
     parameters = own if isinstance(own, dict) else shared
     factor, original = parameters.get("factor"), _whole(parameters.get("original_max_position_embeddings"))
-    if parameters.get("rope_type") == "longrope":  # extended in any case; its original length may be made up
+    if parameters.get("rope_type") == "longrope":  # always extended, and its original length may be made up
         return longest
     if parameters is not own and parameters.get("rope_type") in KEEPS_LENGTH:
         original = original or longest
@@ -171,5 +171,5 @@ def refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModel:
 def shown_name(name: str | os.PathLike[str]) -> str:
     """The name of a model's folder, without its path. A name on the hub is unchanged."""
     folder = Path(name).expanduser()
-    # Links stay: what a user called it says more than where it lies.
+    # Links are not resolved: the user's name says more than the target's.
     return (folder.absolute().name or str(name)) if folder.exists() else str(name)

@@ -169,9 +169,9 @@ class _InferenceOnly(torch.autograd.Function):
 
 POSITIONS: Final = "position_ids"
 
-# Passed by some models of transformers; attention over a cache is the same without them. `sliding_window` is among
-# them because the mask is what a model's own attention obeys: not all models that have a window pass it on, and some
-# pass it in every layer. Packed texts (`cu_seq_lens`, `max_length`) come with positions, which are compared.
+# Some models of transformers pass these arguments. Attention over a cache does not need them. `sliding_window` is
+# among them because a model's own attention obeys the mask: not all models with a window pass it on, and some pass it
+# in every layer. Packed texts (`cu_seq_lens`, `max_length`) come with positions, which are compared.
 HARMLESS: Final = frozenset(
     {
         "cache_position",
@@ -360,7 +360,7 @@ class WholePass:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._passes: dict[int, list[RunningPass]] = {}  # per thread in which one runs, those of the decoder in it
+        self._passes: dict[int, list[RunningPass]] = {}  # by thread: its passes of the decoder
         self.__signature__ = inspect.signature(model.forward)  # which transformers' `generate` looks at
         self._cache_name = cache_name(model.forward)
         self.replaced = AttributePatch(model, "forward", self)

@@ -179,7 +179,7 @@ def _layouts(
     batch, own = options.batch, shape.empty_store(type(options.store)())
     layouts = _in_codes(own, shape, batch, slots)
     _, keys, values = shape.states(torch.device("meta"))
-    # On "meta" nothing is allocated, whatever number of tokens the options ask for.
+    # "meta" allocates no memory for any number of tokens in the options.
     ring = FullPrecisionRing(options.store.full_precision.sinks, options.store.full_precision.newest)
     ring.allocate(keys, own.stored(values), HEADROOM + options.rollback)
     layouts |= {name: TensorSpec((batch, *tensor.shape[1:]), tensor.dtype) for name, tensor in ring.tensors.items()}

@@ -28,9 +28,9 @@ from windlass.core.parse import MAX_NUMBER, SYSTEM
 from windlass.core.positions import MAX_PLACE, Picture
 from windlass.policies import NAMES, WRAPPERS, Policy
 
-VERSION: Final = 11  # what another windlass would misread raises it; nothing reads an older one
+VERSION: Final = 11  # raised by every change that another version would misread. Older files are refused
 AGAIN: Final = "make it again (`windlass cache MODEL TEXT --prompt-cache FILE`, or cache.save)"
-MAX_TEXT: Final = 4096  # characters of a name, a label or an option; labels hold names of files
+MAX_TEXT: Final = 4096  # characters of a name, a label or an option: labels hold names of files
 MAX_POLICY_NUMBER: Final = 2**62
 MAX_WRAPPED: Final = 16  # policies inside one another
 KINDS: Final[dict[str, type[Policy]]] = {**NAMES, **WRAPPERS}
@@ -53,7 +53,7 @@ def _policy_number(value: object) -> object:
 
 
 def _line(text: str) -> str:
-    # What is shown in an error must neither break its line nor steer a terminal.
+    # Text in an error must neither break its line nor steer a terminal.
     if len(text) > MAX_TEXT or not text.isprintable():
         raise ValueError(f"it is not a text of one line and at most {MAX_TEXT} characters")
     return text

@@ -20,7 +20,7 @@ from windlass.hf.passes import CACHE_NAMES, AttributePatch
 from windlass.policies import Policy
 from windlass.policies.wrappers import changes_keys, scoring_chunk
 
-# The types of a config's `layer_types` that keep a state, and those that keep nothing at all.
+# The types in a config's `layer_types` that keep a state, and the types that keep no memory.
 RECURRENT: Final = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 WITHOUT_MEMORY: Final = frozenset({"moe", "mlp"})
 STATE_PREFIX: Final = "states."  # begins the names of states in a file
@@ -166,7 +166,7 @@ class LinearAttentionCache(RecurrentLayer):
 
 STATES: Final = "hidden_states"
 MASK: Final = "attention_mask"
-CACHES: Final = frozenset({*CACHE_NAMES, "cache_params"})  # what models call the cache that they hand to a layer
+CACHES: Final = frozenset({*CACHE_NAMES, "cache_params"})  # names of a layer's argument for the cache
 
 
 @final

@@ -24,7 +24,7 @@ class Candidate:
     layout: Layout
     cos: Tensor  # (rows, tokens, rotary_pairs)
     sin: Tensor
-    axes: int  # of the positions that the module takes; 0 for one
+    axes: int  # of the positions that the module takes (0: a single one)
 
     @property
     def rotary_pairs(self) -> int:

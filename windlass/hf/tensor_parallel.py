@@ -37,7 +37,7 @@ from windlass.stores.full_precision import TOKEN_INDEX, WRITTEN
 KV_PROJECTIONS: Final = frozenset({"k_proj", "v_proj", "qkv_proj", "query_key_value"})
 QUERY_PROJECTIONS: Final = frozenset({"q_proj", "q_b_proj", "kv_b_proj"}) | KV_PROJECTIONS
 SPLIT: Final = "colwise"
-SLOTS_AXIS: Final = 2  # of tensors with a head axis before it; ranks may hold different numbers of slots
+SLOTS_AXIS: Final = 2  # of tensors with a head axis before it. Ranks may hold different numbers of slots
 
 
 def plan_of_processes(weights: str = AUTO_WEIGHTS) -> dict[str, Any]:

@@ -28,12 +28,12 @@ from windlass.kernels.cpu import MAX_ROWS, can_multiply, can_read_codes
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Watch
 
-GROUPS: Final = (128, 64, 32)  # inputs of an output that share a scale in 4 bits; the first that divides them
+GROUPS: Final = (128, 64, 32)  # inputs that share a scale in 4 bits. A layer uses the first that divides its inputs
 OUTPUTS: Final = 16  # in 4 bits a layer has a multiple of so many
 
 
 aten: Final = torch.ops.aten
-# What is done with codes as they are, and what reads of a tensor nothing but its size, its dtype and its place.
+# Operations that keep codes as they are, and operations that read only a tensor's size, dtype and device.
 KEEPING: Final = frozenset({aten.detach, aten.alias, aten.clone, aten._to_copy})
 EMPTY: Final = frozenset(
     {
@@ -438,7 +438,7 @@ def watch_weights(watch: "Watch", module: nn.Module) -> None:
             watch.address(part)
 
 
-ANY: Final = "*"  # in place of an adapter's name: what computes does not depend on it
+ANY: Final = "*"  # replaces an adapter's name, on which results do not depend
 NOT_READ: Final = frozenset({"r", "lora_alpha", "lora_dropout"})  # `scaling` is made of the first two
 PEFT_ROOT: Final = "base_model.model."  # begins the names of a model that PEFT wraps
 
@@ -453,7 +453,7 @@ def computing(model: nn.Module) -> list[tuple[str, Tensor]]:
     tuned = {name: module for name, module in model.named_modules() if _is_tuned(module)}
     if not tuned:
         return [*model.state_dict().items()]
-    found: dict[str, str | None] = {}  # how names begin, and what stands there instead: None for what does not compute
+    found: dict[str, str | None] = {}  # prefixes of names and their replacements (None: takes no part in computing)
     for name, module in tuned.items():
         found |= _saved(name, module) if _kept(module) else _adapted(name, module)
     named = [(_renamed(name, found), tensor) for name, tensor in model.state_dict().items()]
@@ -563,7 +563,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     config = model.config.get_text_config().to_diff_dict()
     digest = hashlib.sha256(json.dumps(_without_volatile(config), sort_keys=True, default=str).encode())
     parts = [(name, _sampled(name, tensor, model)) for name, tensor in computing(model)]
-    for _, part in sorted(parts):  # those of several active adapters have one name
+    for _, part in sorted(parts):  # tensors of several active adapters share a name
         digest.update(part)
     return digest.hexdigest()
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`."""
     device = call.queries.device.type
-    # Once per picture, or chunk of joined tokens; no compiled kernel knows of picks.
+    # Runs once per picture, or chunk of joined tokens. No compiled kernel supports picks.
     if call.sees_to is not None or call.picked is not None or call.seen_until is not None:
         return reference.attend(call)
     if _is_compiled(device) and cpu.can_read(call.queries, call.keys, call.values):

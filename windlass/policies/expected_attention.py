@@ -92,7 +92,7 @@ class ExpectedAttention(Policy):
         update_means(slots.statistics, is_counted, {"mean": queries})
         if not self.has_covariance:
             return
-        # Welford's: what the old mean leaves, times what the new one leaves.
+        # Welford's update: the difference from the old mean times the difference from the new mean.
         old = (queries - mean[:, :, None]).masked_fill(~is_counted, 0.0)
         new = (queries - slots.statistics["mean"][:, :, None]).masked_fill(~is_counted, 0.0)
         products, added = old.mT @ new, is_counted.sum(2, keepdim=True)

@@ -127,7 +127,7 @@ def _scorer(document: dict[str, Any], tensors: dict[str, Tensor]) -> Scorer:
 
 # Prompt-cache files hold this state under its name, which must not change.
 PREDICTED: Final = "predicted_peak"
-"""A predicted logarithm, in steps of 1 / STEPS, plus ZERO: a whole number of at least 1. 0: there was no prediction."""
+"""State: a predicted logarithm in steps of 1 / STEPS, plus ZERO: a whole number of at least 1 (0: no prediction)."""
 STEPS: Final = 2**10  # so that copies of a word tie, though their queries and keys differ by rounding
 ZERO: Final = 2**17  # more than any prediction is below 0, and float32 holds all steps around it
 

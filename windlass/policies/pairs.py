@@ -85,10 +85,10 @@ def _is_pair(pair: Any) -> bool:
     return all(type(each) is int and 0 <= each < 2**31 for each in counts) and 0 <= cost <= MAX_COST
 
 
-ROUNDS: Final = 4  # of choosing pairs that share no token; pairs left after them are ordered as they stand
+ROUNDS: Final = 4  # of choosing pairs that share no token. The remaining pairs keep the order of the text
 UNMERGED: Final = 2**62  # the priority of a token that must not be merged
 # Prompt-cache files hold this state under its name, which must not change.
-PAIR_RANK: Final = "place"  # state: 1 + the rank in the table of a token and the next; 0: not known, inf: not there
+PAIR_RANK: Final = "place"  # state: 1 + the rank of a token and the next in the table (0: unknown, inf: absent)
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,11 @@ class Wrapper(Policy, ABC):
             raise PolicyError(f"{type(self).__name__}: policy must be another policy, got {self.policy!r}")
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]  # what is wrapped decides
+    def needs(self) -> Needs:  # type: ignore[override]  # the wrapped policy decides
         return self.policy.needs
 
     @property
-    def observed_queries(self) -> int | None:  # type: ignore[override]  # what is wrapped decides
+    def observed_queries(self) -> int | None:  # type: ignore[override]  # the wrapped policy decides
         return self.policy.observed_queries
 
     def observe(self, slots: Slots, observation: Observation) -> None:
@@ -124,7 +124,7 @@ class Smoothed(Wrapper):
             raise PolicyError(f"Smoothed: {self.policy!r} is smoothed already; wrap the policy inside")
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]  # what is wrapped decides
+    def needs(self) -> Needs:  # type: ignore[override]  # the wrapped policy decides
         inner = self.policy.needs
         return replace(inner, state=(*inner.state, "smoothed", "weight"))
 
@@ -223,7 +223,7 @@ class Pyramid(Wrapper, Budgeter, Recency):
             raise PolicyError(f"Pyramid: beta must be at least 1, got {self.beta}")
 
     @property
-    def keeps_newest(self) -> bool:  # type: ignore[override]  # it ranks as what is wrapped does
+    def keeps_newest(self) -> bool:  # type: ignore[override]  # it ranks as the wrapped policy does
         return keeps_newest(self.policy)
 
     def budgets(self, budget: int, layers: int, least: int) -> list[int]:
@@ -255,7 +255,7 @@ class Composite(Wrapper, OneShot):
     shares_budget = True
 
     @property
-    def scoring_chunk(self) -> int:  # type: ignore[override]  # what is wrapped decides
+    def scoring_chunk(self) -> int:  # type: ignore[override]  # the wrapped policy decides
         return scoring_chunk(self.policy)
 
     def score(self, slots: Slots) -> Scores:

@@ -40,7 +40,7 @@ class PositionMode(ABC):
     """Decides at which rotary distance a kept token is read. Its fields are whole numbers."""
 
     name: ClassVar[str]
-    """The name that a user types, with the fields in parentheses: `"self_extend(8, 64)"`."""
+    """The mode's name in options, which may be followed by its fields in parentheses: `"self_extend(8, 64)"`."""
 
     @abstractmethod
     def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:

@@ -213,7 +213,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
     instructions: Text | None = None
     """The system message before the input."""
     max_output_tokens: Count | None = None
-    """Tokens to write at most."""
+    """Maximum of tokens to write."""
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: Annotated[list[Annotated[AnyTool, Discriminator(tool_kind)]], Field(max_length=128, default_factory=list)]
@@ -222,7 +222,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
     """Value of `tool_choice`: which function is to be called, if any."""
     truncation: Literal["auto", "disabled"] = "disabled"
     previous_response_id: Annotated[None, PlainValidator(_no_answer)] = None
-    """Always refused: no answer is stored."""
+    """Not supported, as answers are not stored."""
     chat_template_kwargs: Annotated[Variables, Field(default_factory=dict)]
     """Variables of the model's chat template."""
     chunks: Recompute | None = None

@@ -85,7 +85,7 @@ class Authentication:
     ) -> None:
         self._is_public = is_public
         self._app, self._hosts = app, None if hosts is None else frozenset(hosts)
-        self._salt = salt or secrets.token_bytes(16)  # what tenants are called tells nothing of keys
+        self._salt = salt or secrets.token_bytes(16)  # names of tenants reveal no keys
         self._keys = [self._digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +97,7 @@ class Authentication:
         await self._app(scope, receive, send)
 
     def _check_host(self, host: bytes) -> None:
-        # A page in a browser may let its own name lead to this machine, and read what it is answered.
+        # A page in a browser may let its own name lead to this machine, and read our answers (DNS rebinding).
         if self._hosts is not None and _name_of(host.decode("latin-1")) not in self._hosts:
             names = ", ".join(sorted(self._hosts))
             raise ApiError(403, f"this server is called {names}; call it so, or start it with a key", None, "bad_host")

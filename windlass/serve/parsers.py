@@ -166,7 +166,7 @@ class CallReader:
             return "", [call]
         calls = [self._call(found) for found in CALL.findall(held)]
         if self._is_bound or not calls or None in calls:
-            return held, []  # cut off, or no call that can be made: the client sees what was written
+            return held, []  # cut off, or not a valid call: the client gets the text as written
         return CALL.sub("", held).strip(), [call for call in calls if call is not None]
 
     def _call(self, text: str) -> Call | None:

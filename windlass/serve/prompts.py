@@ -180,7 +180,7 @@ def chunks_of(messages: Messages) -> list[Chunk]:
     return [part for each in messages for part in each["content"] if isinstance(part, Chunk)]
 
 
-# Tokens before the prefix, before the suffix, and before what is written between the two.
+# Tokens before the prefix, before the suffix, and before the text to write between them.
 MARKS: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite, Stable Code
@@ -193,7 +193,7 @@ MARKS: Final = (
     ("<|prefix|>", "<|suffix|>", "<|middle|>"),  # Falcon
 )
 SUFFIX_FIRST: Final = ("[PREFIX]", "[SUFFIX]")  # Codestral, which has the suffix before the prefix and no third mark
-# Tokens with which these models end what they write there, beside those that end any text.
+# Tokens with which these models end the text between, beside the end tokens of any text.
 ENDS: Final = (
     *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|file_separator|>"),
     *("<|file_sep|>", "<file_sep>", "<|repo_name|>", "<repo_name>"),
@@ -300,7 +300,7 @@ class Prompt:
     spans: tuple[tuple[int, int], ...] = ()
     has_begun_thought: bool | None = None
     ends: tuple[int, ...] = ()
-    """See `Request`, as of `head`."""
+    """See `ends` and `head` of `Request`."""
     head: int = 0
 
     @classmethod
@@ -328,7 +328,7 @@ class PromptTokenizer:
         self.ends = tuple(ends) or (() if own is None else (int(own),))
         self.infill, self._marks_messages = Infill.of(tokenizer), marks_messages
         self._lock, self._told = Lock(), set[str]()
-        # The first call may change settings of the tokenizer; while others decode with it, it could not.
+        # The first call may change settings of the tokenizer, which must happen before other threads decode with it.
         encode(tokenizer, "a", True)
 
     def encoded(self, text: str, has_special: bool = True) -> tuple[int, ...]:
@@ -448,7 +448,7 @@ class PromptTokenizer:
             text, form = rendered(self.tokenizer, messages, tools, variables)
         except BadField:
             raise
-        except Exception as error:  # a template is a program of the model's authors, and raises what it likes
+        except Exception as error:  # a template is a program of the model's authors, and may raise anything
             gist = " ".join(str(error).split())[:200] or type(error).__name__
             raise ApiError(
                 400, f"this model's chat template fails: {gist}", "messages", "chat_template_failed"

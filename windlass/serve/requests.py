@@ -16,8 +16,8 @@ from windlass.serve.errors import ApiError, BadField, of_usage
 from windlass.serve.prompts import Prompt, PromptTokenizer
 from windlass.serve.schema import ChatRequest, CompletionRequest, Recompute, TextRequest
 
-RECOMPUTE: Final = "first(16)"  # where a request has chunks, and does not say what of them is read again
-LEGACY_MAX_TOKENS: Final = 16  # what OpenAI writes after a prompt where nothing else is said
+RECOMPUTE: Final = "first(16)"  # default of a request with chunks
+LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for a completion
 ALONE_MAX_TOKENS: Final = 4096  # by default, of a text with a cache of its own: its memory is counted by them
 
 
@@ -160,7 +160,7 @@ class RequestBuilder:
                 top_logprobs=top,
                 scores_prompt=has_echo and top is not None,
                 grammar=grammars[at] if grammars else None,
-                # Texts of one key share what was read before; those of its `user`s do not.
+                # Requests of one key share cached prefixes, except for requests of different `user`s.
                 tenant=f"{tenant}/{body.user}",
                 seconds=max_seconds_of(body, self.service.limits.seconds),
                 reuse=Reuse(lookup=body.cache.lookup, store=body.cache.store, name=body.cache.name),

@@ -13,7 +13,7 @@ FAILURE: Final = ("code", "message", "param")
 THOUGHT: Final = "reasoning"
 MESSAGE: Final = "message"
 EVENTS: Final = {THOUGHT: "reasoning_text", MESSAGE: "output_text"}  # begin the names of events about a text
-MORE: Final[dict[str, dict[str, Any]]] = {  # what an event, and a part, says of a text beside the text
+MORE: Final[dict[str, dict[str, Any]]] = {  # further fields of an event and of a part, beside the text
     THOUGHT: {},
     MESSAGE: {"logprobs": []},
 }

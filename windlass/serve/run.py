@@ -37,8 +37,8 @@ from windlass.serve.metrics import ModelFacts
 from windlass.serve.prompts import PromptTokenizer
 from windlass.view.server import SchedulerWatcher, ViewApp
 
-HEAD_SECONDS: Final = 10.0  # in which the head of a request must have come
-READ_SECONDS: Final = 60.0  # in which a client must have taken what was sent
+HEAD_SECONDS: Final = 10.0  # timeout of a request's head
+READ_SECONDS: Final = 60.0  # timeout of a client that does not read its answer
 CUT_SECONDS: Final = 5  # for answers on their way, once the engine has stopped
 CONNECTIONS: Final = 512
 HEAD_BYTES: Final = 32 << 10
@@ -280,7 +280,7 @@ def serve(
             page = ViewApp(watch, tokenizer, service.status, asked.is_shown)
             http = HttpServer(server_of(model, tokenizer, asked, service), page)
             limit, rows = service.status().bytes_limit, service.status().total_rows
-            listener.listen()  # from here on clients can connect; they are answered in a moment
+            listener.listen()  # from here on clients can connect, and wait until the server answers
             say(f"{address_of(asked.host, listener)}/v1 ({asked.name}, {rows} rows, {limit:,} bytes)")
             http.run(sockets=[listener])
         finally:

@@ -425,7 +425,7 @@ def _cache(model: PreTrainedModel, budget: int | None, policy: Policy) -> KVCach
 def _check_kept(cache: KVCache, policy: Policy, family: str) -> None:
     required = {*range(SINKS), *range(TOKENS - WINDOW, TOKENS)}
     for layer in cache.layers:
-        if layer.rules.is_whole_window:  # a sliding window or chunk that fits is held, whatever the policy
+        if layer.rules.is_whole_window:  # a sliding window or chunk that fits is held whole under every policy
             continue
         for held in layer.positions[0].tolist():
             kept = {position for position in held if position >= 0}

@@ -35,7 +35,7 @@ from windlass.core.positions import EMPTY, PLACES
 
 HIDDEN: Final = frozenset({TOKEN_INDEX, *PLACES})  # state that is not a policy's, nor of a merge
 NOTHING: Final = np.empty(0, np.int32)
-SIZES_COST: Final = 0.001  # the share of time that measuring what a cache takes may take
+SIZES_COST: Final = 0.001  # share of time that may go to measuring a cache's bytes
 OVERLAP: Final = 256  # ids that are told again: a text that was rolled back may have others now
 
 Positions = NDArray[np.int32]

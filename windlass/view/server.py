@@ -35,7 +35,7 @@ KINDS: Final = {
 }
 FRAMES_TYPE: Final = "application/octet-stream"
 HEADERS: Final[Mapping[str, str]] = {
-    # The page shows what a model wrote and what others asked: nothing of it may become code, or leave.
+    # The page shows texts of a model and of other clients, which must neither run as code nor leave the page.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

@@ -159,7 +159,7 @@ TEMPLATES.filters.update(
 )
 
 
-TEXT, NUMBER = "---", "---:"  # what a column's rule says: numbers align at the right
+TEXT, NUMBER = "---", "---:"  # rules of a column: numbers align at the right
 
 
 def row(cells: Sequence[str]) -> str:

@@ -37,7 +37,7 @@ from windlass.hf.weights import labelled, parameter_count, quantize, stored_byte
 from windlass.positions.modes import Auto, Original, PositionMode, position_mode
 
 GROWTH = 1.5  # of a cache without budget, see `SlotLayer`
-BLOCK = 1024  # random tokens that are drawn; longer texts repeat them
+BLOCK = 1024  # random tokens, repeated in longer texts
 
 
 def bytes_held(shape: LayerShape, row: BenchRow) -> int:
@@ -206,7 +206,7 @@ def _moved(edit: str) -> UsageError:
 
 Clock = Callable[[], float]
 
-RECORDED: Final = 3  # steps before those that are timed: one as it comes, one recorded, one more
+RECORDED: Final = 3  # steps before the timed ones: one in eager mode, one recorded, one replayed
 
 
 class Timer:
@@ -283,7 +283,7 @@ class Timer:
         torch.set_num_threads(self.row.setup.threads)
         fill(self.cache, self._shapes, self.row.workload.depth)
         if not self.row.workload.is_prompt:
-            # The first token after a prompt packs the slots; it belongs to none of the runs.
+            # The first token after a prompt packs the slots, so no run counts it.
             prefill(self._model, self.cache, [ids[:1] for ids in self._ids])
             self.cache.rollback(1)
 
@@ -321,7 +321,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
     return total - stored_bytes(embedding)
 
 
-Progress = Callable[[str, int, int], None]  # what is run next, how many runs are done, and of how many
+Progress = Callable[[str, int, int], None]  # the name of the next run, the number of runs done, and their total
 
 
 @dataclass(frozen=True)

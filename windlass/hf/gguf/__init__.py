@@ -29,7 +29,7 @@ __all__ = ["Header", "config_of", "dtype_of", "model_of", "read_header", "tokeni
 
 MOST_LAYERS: Final = 1024
 ROPE_FACTORS: Final = "rope_freqs.weight"
-# How metadata name what widens the positions of a model; transformers reads neither.
+# Metadata keys and tensors that extend a model's positions. transformers reads neither.
 ROPE_SCALING: Final = ".rope.scaling.type"
 # Control tokens that end an answer, beside the one that ends a text.
 ENDS: Final = ("eot_token_id", "eom_token_id")

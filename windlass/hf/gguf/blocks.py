@@ -19,7 +19,7 @@ from windlass.hf.weights import raw_bytes
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
-# The most that a header may hold, far above that of any model: what reads it after us trusts it.
+# Limits of a header, far above any model's, because the reader after us trusts it.
 MOST_ITEMS, MOST_TEXT, MOST_DIMENSIONS = 2**22, 2**24, 4
 ALIGNMENT: Final = 32
 # struct's letters of the numbers that metadata have.

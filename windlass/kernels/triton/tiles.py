@@ -381,12 +381,12 @@ class Plan:
 def attend_plan(rows: int, width: int, itemsize: int, bits: int) -> Plan:
     """A plan for `rows` queries (heads of a group x tokens) of `width` channels, stored in `bits` each."""
     wide = width * itemsize
-    if width > 256:  # latents; not tuned
+    if width > 256:  # latents, not tuned
         return Plan(16, 16, 8, 1) if itemsize == 4 else Plan(16 if rows <= 16 else 32, 32, 8, 2)
     if rows <= 32:
-        # Bound by bytes: as many as possible on their way. Keys and rows of the table wait for positions, which is
-        # why five stages hold two blocks of them, and a block is what four programs can hold twice each. Codes become
-        # floats in registers, of which two programs then take all.
+        # Bound by bytes: as many as possible are in flight. Keys and rows of the table wait for positions, so five
+        # stages hold two blocks of them. A block is as large as four programs can hold twice each. Codes become floats
+        # in registers, and two programs then take all registers.
         padded = 16 if rows <= 16 else 32
         if wide > 512:
             return Plan(padded, 16, 8, 3)
