@@ -135,7 +135,7 @@ class CacheOptions:
     budget: int | None = declared(
         Option(
             None,
-            "Most tokens that a layer keeps",
+            "Maximum of tokens that a layer keeps",
             int,
             least=1,
             most=MAX_NUMBER,
@@ -147,7 +147,7 @@ class CacheOptions:
     policy: Policy = declared(
         Option(
             AUTO,
-            "Which tokens to keep: a name, SnapKV(pool=7), or file.py:Class",
+            "Policy that decides which tokens to keep: a name, SnapKV(pool=7), or file.py:Class",
             usual="auto, which is key_diff",
             names=POLICIES,
             metavar="NAME",
@@ -157,7 +157,7 @@ class CacheOptions:
     sinks: int | str = declared(
         Option(
             DEFAULT_SINKS,
-            "First tokens, never evicted; system: those of the system text",
+            "First tokens that are never evicted, or system for the tokens of the system text",
             int,
             most=MAX_NUMBER,
             words=(SYSTEM,),
@@ -168,7 +168,7 @@ class CacheOptions:
     window: int | None = declared(
         Option(
             None,
-            "Newest tokens, never evicted",
+            "Newest tokens that are never evicted",
             int,
             least=1,
             most=MAX_NUMBER,
@@ -179,7 +179,7 @@ class CacheOptions:
     chunk: int = declared(
         Option(
             512,
-            "Most tokens read in one step of the prompt",
+            "Maximum of tokens of a prompt read in one step",
             int,
             least=1,
             most=MAX_NUMBER,
@@ -189,8 +189,8 @@ class CacheOptions:
     positions: PositionMode = declared(
         Option(
             AUTO,
-            "Where kept tokens are read: auto, original, compact, self_extend(group, window) or clamp(limit)",
-            usual="auto: as the model does, and so that a longer text stays within its trained length",
+            "Position mode of kept tokens: auto, original, compact, self_extend(group, window) or clamp(limit)",
+            usual="auto, which reads longer texts within the trained length",
             names=MODES,
             metavar="MODE",
             label=lambda options: str(options.positions),
@@ -203,8 +203,8 @@ class CacheOptions:
     store: Store = declared(
         Option(
             "plain",
-            "How the cache is held: plain, int8, int4, or int4(sinks=4, newest=32), whose first and newest tokens are "
-            "held in full precision",
+            "Format of cached keys and values: plain, int8, int4, or int4(sinks=4, newest=32), whose first and newest "
+            "tokens stay in full precision",
             names=STORES,
             metavar="NAME",
             label=lambda options: options.store.name,
@@ -213,9 +213,9 @@ class CacheOptions:
     merge: Merge | None = declared(
         Option(
             None,
-            "How evicted tokens are merged into kept ones: mean_count, mean, sum, pick or weighted, also as "
+            "Rule that merges evicted tokens into kept ones: mean_count, mean, sum, pick or weighted, also as "
             "mean_count(next, threshold=0.5)",
-            usual="none: they are dropped",
+            usual="none, which drops them",
             names=MERGES,
             metavar="RULE",
             label=lambda options: NO_MERGE if options.merge is None else str(options.merge),
@@ -224,9 +224,8 @@ class CacheOptions:
     recall: HalfOrCount = declared(
         Option(
             0,
-            f"Evicted tokens that each step reads again beside the budget, those that matter most to it, in a multiple "
-            f"of {PAGE}; {HALF}, or no value on the command line: half as many as the budget; all evicted tokens stay "
-            "in the host's memory",
+            f"Number of evicted tokens that each step reloads on top of the budget, a multiple of {PAGE}. {HALF}, "
+            "or no value on the command line, means half of the budget. All evicted tokens stay in the host's memory",
             int,
             most=MAX_NUMBER,
             words=(HALF,),
@@ -237,7 +236,7 @@ class CacheOptions:
     recall_store: Store = declared(
         Option(
             DEFAULT_RECALL_STORE,
-            "How evicted tokens are held for --recall: plain, int8 or int4",
+            "Format of evicted tokens for --recall: plain, int8 or int4",
             names=STORES,
             metavar="NAME",
             label=lambda options: options.recall_store.name if options.recall else NO_RECALL,
@@ -246,7 +245,7 @@ class CacheOptions:
     recall_folder: Path | None = declared(
         Option(
             None,
-            "Hold them in an unnamed file of this folder, for texts beyond the host's memory",
+            "Store evicted tokens in an unnamed file in this folder, for texts larger than the host's memory",
             usual="the host's memory",
             metavar="FOLDER",
         )
@@ -254,8 +253,8 @@ class CacheOptions:
     shares: Shares | None = declared(
         Option(
             None,
-            "How much of the budget each layer and each kv head gets, as `windlass calibrate --shares` measured it",
-            usual="all get as much",
+            "Each layer's and kv head's share of the budget, measured by `windlass calibrate --shares`",
+            usual="equal shares",
             metavar="FILE",
             label=lambda options: NO_SHARES if options.shares is None else str(options.shares),
         )

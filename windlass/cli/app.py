@@ -189,19 +189,19 @@ def show_help(command: take.Command = None) -> int:
 @app.command()
 def demo(
     depth: Annotated[
-        float | None, Option("--depth", min=0.0, max=1.0, help="Where the pass key is hidden; by default anywhere.")
+        float | None, Option("--depth", min=0.0, max=1.0, help="Place of the pass key in the text (default: random).")
     ] = None,
     budget: Annotated[
         int | None,
-        Option("--budget", "--max-kv-size", help="Tokens that a small cache reads in a step; by default 512 or 256."),
+        Option("--budget", "--max-kv-size", help="Tokens that a small cache reads in a step (default: 512 or 256)."),
     ] = None,
-    policy: Annotated[str, Option("--policy", metavar="NAME", help="Of rows with a budget.")] = "key_diff",
+    policy: Annotated[str, Option("--policy", metavar="NAME", help="Policy of the rows with a budget.")] = "key_diff",
     text: Annotated[
-        Path | None, Option("--text", metavar="FILE", help="Another text; by default Three Men in a Boat.")
+        Path | None, Option("--text", metavar="FILE", help="A text of your own (default: Three Men in a Boat).")
     ] = None,
     seed: take.Seed = 0,
     length: Annotated[
-        int | None, Option("--length", min=1_200, help="Tokens of the text with facts; by default 4,000 or 20,000.")
+        int | None, Option("--length", min=1_200, help="Tokens of the text with facts (default: 4,000 or 20,000).")
     ] = None,
     model: Annotated[
         str | None,

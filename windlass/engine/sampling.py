@@ -18,7 +18,7 @@ class Sampling:
     """
 
     temperature: float = declared(
-        Option(0.0, "Randomness of the choice; 0 takes the likeliest token", float, least=0, most=100)
+        Option(0.0, "Temperature of sampling. 0 takes the likeliest token", float, least=0, most=100)
     )
     top_k: int = declared(Option(0, "Sample from the k likeliest tokens", int, least=0, most=2**62, off=0))
     top_p: float = declared(
