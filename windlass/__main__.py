@@ -39,7 +39,7 @@ def _note(
     file: TextIO | None = None,  # noqa: ARG001  # Python passes it
     line: str | None = None,  # noqa: ARG001
 ) -> None:
-    """A warning of ours as a line; those of libraries for whoever asks for warnings, with Python's own options."""
+    """Show a warning of ours as a line. Python's own options show warnings of libraries."""
     if issubclass(category, WindlassWarning):
         start = CLEAR if sys.stderr.isatty() else ""
         print(f"{start}windlass: note: {message}", file=sys.stderr)

@@ -158,7 +158,7 @@ class IndexerState:
         if view.places is not None:
             raise UsageError(
                 f"in a text with pictures the model's indexer would pick {picker.limit} of {view.occupancy} tokens, "
-                f"which a KVCache does not do; give it a budget, so that it holds {picker.limit} at most in a pass"
+                f"which a KVCache does not do. Give it a budget, so that it holds {picker.limit} at most in a pass"
             )
         return cls(picker, view.index_keys)
 
@@ -177,8 +177,8 @@ def picked(call: AttentionInput, picks: IndexerState) -> AttentionInput:
     if index is not None and tables is not None:
         if index.far is not None:
             raise UsageError(
-                "these positions read far tokens in groups, and the model's indexer scores each token once in a pass; "
-                'feed single tokens, or set cache.positions to "original" or "compact"'
+                "these positions read far tokens in groups, and the model's indexer scores each token once in a pass. "
+                'Feed single tokens, or set cache.positions to "original" or "compact"'
             )
         queries_turn, keys_turn = (_turn(tables, at[:, 0]) for at in (index.near.queries, index.near.keys))
     seen = _seen(call)
@@ -357,7 +357,7 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
         return view
     if view.places is not None or asked.call.picker is not None:
         what = "a text with pictures" if view.places is not None else "sparse attention that picks tokens"
-        raise UsageError(f"recall={recall.tokens} is not known for {what}; use a KVCache with recall=0")
+        raise UsageError(f"recall={recall.tokens} is not known for {what}. Use a KVCache with recall=0")
     is_token = asked.step.positions.shape[1] == 1
     columns = asked.step.first_columns if is_token else newest_columns(asked.step)[:, :DECIDING]
     kv_heads, is_query = view.keys.data.shape[1], columns >= 0
@@ -475,7 +475,7 @@ def attend(
     tokens, step = queries.shape[2], view.step
     if view.seen_until is not None and call.sees_to is not None:
         raise UsageError(
-            f"{rules.policy!r} joins tokens as they come, and in a picture queries see tokens that come later; use "
+            f"{rules.policy!r} joins tokens as they come, and in a picture queries see tokens that come later. Use "
             "merge=None for this text"
         )
     is_rest_wanted = rules.policy.observed_queries is None and observed is not None and observed.shape[1] < tokens
@@ -512,7 +512,7 @@ def attend(
     if is_normed and not mode.keeps_places(step.end, occupancy):
         raise UsageError(
             f"positions={mode.name!r} would keep distances here, but not where tokens stand, and this model applies "
-            'norms with weights after RoPE, so that its attention depends on both; use "original", or "compact" with '
+            'norms with weights after RoPE, so that its attention depends on both. Use "original", or "compact" with '
             "a budget below the trained length"
         )
     readings = (

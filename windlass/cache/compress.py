@@ -35,11 +35,11 @@ def compress(cache: CacheState, budget: int, window: int | None = None) -> None:
     budget, was = whole_number("budget", budget, 1, MAX_NUMBER), cache.options
     options = replace(was, budget=budget, window=was.window if window is None else window)
     if was.budget is not None and budget > was.budget:
-        raise UsageError(f"compress to {budget} tokens, but the cache keeps {was.budget}; a budget can only be lowered")
+        raise UsageError(f"compress to {budget} tokens, but the cache keeps {was.budget}. A budget can only be lowered")
     for layer in cache.layers:
         table = layer.table
         if layer.policy.needs.statistics and table.occupancy_bound > budget and not table.statistics:
-            raise UsageError(f"compress: {layer.policy!r} has seen no queries yet; let the model read a token first")
+            raise UsageError(f"compress: {layer.policy!r} has seen no queries yet. Let the model read a token first")
     cache.options = options
     cut_to_budget(cache)
 

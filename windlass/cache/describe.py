@@ -99,8 +99,8 @@ def beyond_note(cache: CacheState) -> str | None:
     ):
         return None
     return (
-        f"{tokens:,} tokens are more than the {trained:,} this model was trained on; "
-        "read them with positions auto, or set a budget as well"
+        f"{tokens:,} tokens are more than the {trained:,} this model was trained on. "
+        "Read them with positions auto, or set a budget as well"
     )
 
 

@@ -392,7 +392,7 @@ def attend_shared(layer: SlotLayer, queries: Queries, mode: PositionMode, call: 
     if call.sliding_window != layer.sliding_window:
         raise UsageError(
             f"keys and values of slots {layer.index} are shared through a sliding window of {call.sliding_window}, and "
-            f"their own layer has {layer.sliding_window}; a KVCache needs the same in both"
+            f"their own layer has {layer.sliding_window}. A KVCache needs the same in both"
         )
     views, outs, left, merges = list(layer.views), list[Tensor](), queries.shape[2], list[_MergeUndo]()
     widths = [view.step.positions.shape[1] for view in views]

@@ -51,11 +51,11 @@ def recall_store_of(spec: str | Store) -> Store:
 
     store = store_of(spec)
     if type(store) not in STORES.values():
-        raise UsageError(f"recall_store={store!r} is none that can be scanned; use one of: {', '.join(STORES)}")
+        raise UsageError(f"recall_store={store!r} cannot be scanned. Use one of: {', '.join(STORES)}")
     if store.full_precision.sinks or store.full_precision.newest:
         raise UsageError(
-            f"recall_store={store.name!r} asks for tokens in full precision, which a recall store does not have; "
-            f'use "plain", or leave the numbers out'
+            f"recall_store={store.name!r} asks for tokens in full precision, which a recall store does not have. "
+            f'Use "plain", or leave the numbers out'
         )
     return store
 
@@ -85,7 +85,7 @@ def policy_of(spec: str | Policy) -> Policy:
         if is_from_outside:
             check_policy(policy)
         return policy
-    check_kind("policy", spec, Policy, "a policy or its name", f"write policy={_example(spec)}")
+    check_kind("policy", spec, Policy, "a policy or its name", f"Write policy={_example(spec)}")
     return spec
 
 
@@ -111,11 +111,11 @@ def half_of(budget: int | None) -> int:
     """
     if budget is None:
         raise UsageError(
-            f"recall={HALF!r} is half of the budget, and there is none; give a budget, or leave recall out"
+            f"recall={HALF!r} is half of the budget, and there is none. Give a budget, or leave recall out"
         )
     if budget < 2 * PAGE:
         raise UsageError(
-            f"recall={HALF!r} of the budget ({budget} tokens) is less than a page ({PAGE} tokens); raise budget to at "
+            f"recall={HALF!r} of the budget ({budget} tokens) is less than a page ({PAGE} tokens). Raise budget to at "
             f"least {2 * PAGE}, or give recall a number"
         )
     return budget // 2 // PAGE * PAGE
@@ -356,13 +356,13 @@ def _check_room(limits: Limits) -> None:
     if limits.budget is not None and limits.budget < least:
         raise UsageError(
             f"budget ({limits.budget} tokens) must be at least sinks ({limits.sinks}) + window ({limits.window}) + 1, "
-            f"which is {least}; raise budget, or lower sinks or window"
+            f"which is {least}. Raise budget, or lower sinks or window"
         )
     if limits.recall % PAGE:
         whole = limits.recall // PAGE * PAGE
         raise UsageError(
-            f"recall ({limits.recall} tokens) must be a multiple of {PAGE}, the tokens of a page; "
-            f"use {whole or PAGE}{f' or {whole + PAGE}' if whole else ''}"
+            f"recall ({limits.recall} tokens) must be a multiple of {PAGE}, the tokens of a page. "
+            f"Use {whole or PAGE}{f' or {whole + PAGE}' if whole else ''}"
         )
 
 
@@ -375,5 +375,5 @@ def _check_alone(policy: Policy) -> None:
     is_budgeter = find(policy, Budgeter) is not None  # type: ignore[type-abstract]  # none is made
     if is_budgeter or (one_shot is not None and one_shot.shares_budget):
         raise UsageError(
-            f"shares: {policy!r} says itself what each layer keeps; leave shares out, or give what it wraps"
+            f"shares: {policy!r} says itself what each layer keeps. Leave shares out, or give what it wraps"
         )

@@ -187,7 +187,7 @@ class RecallMemory:
                 mapped = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise UsageError(
-                f"recall_folder {str(self.folder)!r} has no room for {size:,} bytes more ({error.strerror}); give a "
+                f"recall_folder {str(self.folder)!r} has no room for {size:,} bytes more ({error.strerror}). Give a "
                 "folder of another disk, or recall_store='int4'"
             ) from error
         return torch.frombuffer(mapped, dtype=like.dtype, count=numbers).view(shape)

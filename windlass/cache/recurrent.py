@@ -125,7 +125,7 @@ def check_columns(layers: Sequence[RecurrentLayer], rows: Sequence[RowState], ma
         if not (tokens in (0, len(columns)) or (is_left and rows[row].tokens_seen == 0)):
             where = "after its first token" if is_left else "between its tokens or behind them"
             raise UsageError(
-                f"row {row} has padding {where}, which {layers[0].label} would read into its state; pad on the left "
+                f"row {row} has padding {where}, which {layers[0].label} would read into its state. Pad on the left "
                 "of the first pass only, or let a row be padding in the whole pass, as windlass.generate does"
             )
 
@@ -135,5 +135,5 @@ def refuse_edit(layers: Sequence[RecurrentLayer], edit: str) -> None:
     if layers:
         raise UsageError(
             f"{edit}: {layers[0].label} keeps a state that every token has changed, out of which none can be taken or "
-            "moved; use rollback for the last step, or read the text again"
+            "moved. Use rollback for the last step, or read the text again"
         )

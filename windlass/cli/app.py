@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stderr is None:  # closed by the caller: messages are lost, and no file replaces them
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # until the process ends
     if sys.stdout is None:
-        return _failed("the output is closed; send it somewhere, to /dev/null if it is not wanted")
+        return _failed("the output is closed. Send it somewhere, to /dev/null if it is not wanted")
     # On a busy machine, threads that spin while they wait make every token wait for them.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # torch tells that memory is out in a message only.
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        return _failed("there is not enough memory for this; lower --budget or --chunk, or use a smaller model")
+        return _failed("there is not enough memory for this. Lower --budget or --chunk, or use a smaller model")
     return int(code or 0)
 
 
@@ -265,7 +265,7 @@ def bench(
     Tokens, keys and values are random, as speed does not depend on them. Sampling is not timed.
     """
     if is_json and table not in ("table", "json"):
-        raise UsageError(f"--json and --format {table} exclude each other; give one of them")
+        raise UsageError(f"--json and --format {table} exclude each other. Give one of them")
     if output is not None:
         check_writable(output, "-o")
     load = take.LoadOptions(dtype=dtype, device=device, weights=weights)

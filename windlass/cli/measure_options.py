@@ -232,17 +232,17 @@ class TextsArguments:
     def check(self, is_of_shares: bool, is_of_scorer: bool, tokens: int | None) -> None:
         """Raises: UsageError for options of another kind of calibration."""
         if is_of_shares and is_of_scorer:
-            raise UsageError("both --shares and --scorer were given; a file holds one of them: run the command twice")
+            raise UsageError("both --shares and --scorer were given. A file holds one of them: run the command twice")
         if not (is_of_shares or is_of_scorer):
             if self.given:
                 which = "--shares" if self.given[0] in self.of_shares else "--shares or --scorer"
-                raise UsageError(f"{self.given[0]} goes with {which}; leave it out, or measure shares")
+                raise UsageError(f"{self.given[0]} goes with {which}. Leave it out, or measure shares")
             return
         if is_of_scorer and self.of_shares:
-            raise UsageError(f"{self.of_shares[0]} goes with --shares, and --scorer was given; leave it out")
+            raise UsageError(f"{self.of_shares[0]} goes with --shares, and --scorer was given. Leave it out")
         if tokens is not None:
             given = "--shares" if is_of_shares else "--scorer"
-            raise UsageError(f"--tokens is for pairs, and {given} was given; use --texts and --length")
+            raise UsageError(f"--tokens is for pairs, and {given} was given. Use --texts and --length")
 
 
 LOCAL: Final = "local"
@@ -295,12 +295,12 @@ def check_ray(asked: RayArguments) -> None:
     """Check options of Ray. Raises: UsageError for a wrong address, workers without --ray, or a missing package."""
     if asked.ray is None:
         if asked.workers is not None:
-            raise UsageError(f"--workers {asked.workers} goes with --ray; give that, too, or leave it out")
+            raise UsageError(f"--workers {asked.workers} goes with --ray. Give that, too, or leave it out")
         return
     if asked.ray not in (LOCAL, "auto") and not re.fullmatch(r"[^\s/]+:[0-9]{1,5}", asked.ray):
         raise UsageError(
-            f"--ray {asked.ray} is no address; write HOST:PORT, or auto, or put --ray last, and without one, for "
+            f"--ray {asked.ray} is no address. Write HOST:PORT, or auto, or put --ray last, and without one, for "
             "processes of this machine"
         )
     if find_spec("ray") is None:
-        raise UsageError("--ray needs Ray; pip install 'windlass[ray]'")
+        raise UsageError("--ray needs Ray. Run: pip install 'windlass[ray]'")

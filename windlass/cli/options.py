@@ -155,7 +155,7 @@ class CommandGroup(TyperGroup):
         if args and not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
             names = self.list_commands(ctx)
             raise UsageError(
-                f"No such command {args[0]!r}; {did_you_mean(args[0], names)}the commands are {', '.join(names)}"
+                f"No such command {args[0]!r}. {did_you_mean(args[0], names)}The commands are {', '.join(names)}"
             )
         return super().resolve_command(ctx, args)
 
@@ -328,7 +328,7 @@ class Verbosity:
     def __post_init__(self) -> None:
         """Raises: UsageError for both."""
         if self.is_quiet and self.is_verbose:
-            raise UsageError("--quiet and --verbose exclude each other; give one of them")
+            raise UsageError("--quiet and --verbose exclude each other. Give one of them")
 
 
 ESCAPES: Final = {"n": "\n", "t": "\t", "\\": "\\"}
@@ -492,7 +492,7 @@ class BenchCacheLists:
 
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-NO_MODEL = "no model; name one first, with -m, or in WINDLASS_MODEL (`windlass demo` brings its own)"
+NO_MODEL = "no model. Name one first, with -m, or in WINDLASS_MODEL (`windlass demo` brings its own)"
 
 
 def the_model(name: str | None, model: str | None, is_default: bool) -> str:
@@ -503,7 +503,7 @@ def the_model(name: str | None, model: str | None, is_default: bool) -> str:
     Raises: UsageError when there is none, or two were typed.
     """
     if name is not None and model is not None and not is_default:
-        raise UsageError(f"two models, {name} and -m {model}; give one of them")
+        raise UsageError(f"two models, {name} and -m {model}. Give one of them")
     chosen = model if name is None else name
     if chosen is None:
         raise UsageError(NO_MODEL)
@@ -523,18 +523,18 @@ def model_and_prompt(
     """
     if first is None or (first is not None and second is not None):
         if second is not None and model is not None and not is_default:
-            raise UsageError(f"-m {model}, and two words more, {first!r} and {second!r}; quote a prompt of many words")
+            raise UsageError(f"-m {model}, and two words more, {first!r} and {second!r}. Quote a prompt of many words")
         return the_model(first, model, is_default), second
     if model is None:
         if any(map(str.isspace, first)) and not Path(first).exists():
-            raise UsageError(f"{NO_MODEL}; {_short(first)} looks like a prompt")
+            raise UsageError(f"{NO_MODEL}. {_short(first)} looks like a prompt")
         return first, None
     if not is_default:
         return model, first
     if has_file or _is_folder(first):
         return first, None
     if HUB_NAME.fullmatch(first):
-        raise UsageError(f"{first} can be a model or a prompt; write -m {first}, or -m {model} {first}")
+        raise UsageError(f"{first} can be a model or a prompt. Write -m {first}, or -m {model} {first}")
     return model, first
 
 

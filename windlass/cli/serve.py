@@ -165,22 +165,22 @@ def check_extra() -> None:
     """Raises: UsageError where the packages that serve are not installed."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise UsageError(f"`windlass serve` needs {', '.join(missing)}; pip install 'windlass[serve]'")
+        raise UsageError(f"`windlass serve` needs {', '.join(missing)}. Run: pip install 'windlass[serve]'")
 
 
 def check_replicas(asked: ServeArguments, is_parallel: bool) -> None:
     """Raises: UsageError for options of replicas that do not go together."""
     if asked.replicas is None:
         if asked.ray is not None:
-            raise UsageError("--ray goes with --replicas; say how many")
+            raise UsageError("--ray goes with --replicas. Say how many")
         return
     check_ray(RayArguments(asked.ray or LOCAL))
     if asked.is_shown:
-        raise UsageError("--view shows one server, and --replicas makes several; leave one of them out")
+        raise UsageError("--view shows one server, and --replicas makes several. Leave one of them out")
     if asked.reuse_folder is not None:
-        raise UsageError("--reuse-folder is of one server, and --replicas makes several; leave one of them out")
+        raise UsageError("--reuse-folder is of one server, and --replicas makes several. Leave one of them out")
     if is_parallel:
-        raise UsageError("--tensor-parallel and --replicas can't be combined; leave one of them out")
+        raise UsageError("--tensor-parallel and --replicas can't be combined. Leave one of them out")
 
 
 def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "ServeOptions":
@@ -192,7 +192,7 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "Serve
     first: dict[str, Any] = {"budget": BUDGET, "sinks": SYSTEM} | limits
     options, kinds = cache_options(first), kinds_of(asked.kinds or (), first)
     if asked.disk is not None and asked.reuse_folder is None:
-        raise UsageError(f"--disk {asked.disk} is of files in --reuse-folder; name a folder, or leave it out")
+        raise UsageError(f"--disk {asked.disk} is of files in --reuse-folder. Name a folder, or leave it out")
     is_folder = Path(model).expanduser().exists()
     return ServeOptions(
         name=asked.called or (Path(model).expanduser().resolve().name if is_folder else model),

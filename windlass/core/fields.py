@@ -67,7 +67,7 @@ class Option:
         if self.kind is int:
             if self.words and isinstance(value, str):
                 words = " or ".join(map(repr, self.words))
-                raise UsageError(f"{self.name} must be a whole number from {self.least}, or {words}; got {value!r}")
+                raise UsageError(f"{self.name} must be a whole number from {self.least}, or {words}, got {value!r}")
             return whole_number(self.name, value, int(self.least), int(self.most), ", or None" if is_optional else "")
         number = real_number(self.name, value)
         if not (self.least < number <= self.most or (number == self.least and not self.is_above)):

@@ -13,7 +13,7 @@ from typing import Final
 from windlass.core.errors import UsageError
 
 VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-START: Final = "start it with `torchrun --nproc-per-node 2 -m windlass ...`"
+START: Final = "Start it with `torchrun --nproc-per-node 2 -m windlass ...`"
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Launch:
         missing = [name for name in VARIABLES if name not in environment]
         if missing:
             raise UsageError(
-                f"--tensor-parallel: this is one process, which has no others ({', '.join(missing)} not set); {START}"
+                f"--tensor-parallel: this is one process, which has no others ({', '.join(missing)} not set). {START}"
             )
         numbers = [environment[name] for name in VARIABLES[:3]]
         if not all(each.isascii() and each.isdigit() for each in numbers):
-            raise UsageError(f"--tensor-parallel: {', '.join(VARIABLES[:3])} must be numbers, got {numbers}; {START}")
+            raise UsageError(f"--tensor-parallel: {', '.join(VARIABLES[:3])} must be numbers, got {numbers}. {START}")
         number, local, size = map(int, numbers)
         return cls(number, local, size, environment["MASTER_ADDR"])
 

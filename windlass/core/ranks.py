@@ -144,7 +144,7 @@ def join(launch: Launch) -> None:
         dist.init_process_group(BACKENDS[kind.type], timeout=timedelta(seconds=SECONDS))
     except (RuntimeError, ValueError) as error:
         first = str(error).partition("\n")[0]
-        raise UsageError(f"--tensor-parallel: the {launch.size} processes do not meet: {first}; {START}") from error
+        raise UsageError(f"--tensor-parallel: the {launch.size} processes do not meet: {first}. {START}") from error
 
 
 def leave() -> None:

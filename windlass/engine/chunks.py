@@ -119,7 +119,7 @@ def join(
     check_reading(model, cache, None)
     mode = recompute_of(recompute)
     for number, part in enumerate(parts):
-        check_kind(f"part {number}", part, Part, "a Part", "windlass.chunks.encode makes them")
+        check_kind(f"part {number}", part, Part, "a Part", "Make it with windlass.chunks.encode")
     row = whole_number("row", row, 0, cache.batch_size - 1)
     before, end = cache.text, cache.next_positions[row]
     at = end if at is None else whole_number("at", at, 0, end)
@@ -189,20 +189,20 @@ def check_parts(parts: PromptParts, tokens: int, options: CacheOptions, kept_byt
         return
     way_out = 'or ask for recompute "all", which reads parts as text'
     if kept_bytes == 0:
-        raise UsageError(f"chunks: this server keeps no parts; start it with memory for them (--reuse), {way_out}")
+        raise UsageError(f"chunks: this server keeps no parts. Start it with memory for them (--reuse), {way_out}")
     if find(options.policy, OneShot) is not None:
         raise UsageError(
-            f"chunks: policy {options.policy!r} ranks a prompt when all of it is held; choose another policy, {way_out}"
+            f"chunks: policy {options.policy!r} ranks a prompt when all of it is held. Choose another policy, {way_out}"
         )
     if options.recall:
         raise UsageError(
-            f"chunks: recall={options.recall} would need a second copy of each part; leave recall out, {way_out}"
+            f"chunks: recall={options.recall} would need a second copy of each part. Leave recall out, {way_out}"
         )
     if options.merge is not None:
-        raise UsageError(f"chunks: merge={options.merge} joins tokens; serve rows without merge, {way_out}")
+        raise UsageError(f"chunks: merge={options.merge} joins tokens. Serve rows without merge, {way_out}")
     if options.budget is not None and end > options.budget:
         raise UsageError(
-            f"chunks: up to the end of the last part there are {end} tokens, and a row keeps {options.budget}; parts "
+            f"chunks: up to the end of the last part there are {end} tokens, and a row keeps {options.budget}. Parts "
             f"are joined whole: ask for a larger budget, {way_out}"
         )
 
@@ -305,7 +305,7 @@ class PartsReader(PromptReader):
         needed = RowBytes.of(self._model, options).reading(len(key.prefix) + len(ids))
         if needed > self._kept.limit:
             raise UsageError(
-                f"a part of {len(ids)} tokens takes {needed:,} bytes, and this server keeps {self._kept.limit:,}; send "
+                f"a part of {len(ids)} tokens takes {needed:,} bytes, and this server keeps {self._kept.limit:,}. Send "
                 "it in smaller parts, or as text"
             )
         while (place := self._kept.reserve(needed)) is None:

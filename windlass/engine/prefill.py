@@ -203,7 +203,7 @@ class Reader(PromptReader):
 
     def read(self) -> None:
         if self.is_done:
-            raise UsageError("the prompt is read; nothing is left")
+            raise UsageError("the prompt is read. Nothing is left")
         if self._known_logits is not None:
             self.logits = self._known_logits.clone()  # a writer may change its logits
             return

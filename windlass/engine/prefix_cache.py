@@ -221,9 +221,9 @@ def salt_of(folder: Path) -> bytes:
             new.unlink()
         salt = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{path} cannot be made or read: {error.strerror}; give another folder") from error
+        raise UsageError(f"{path} cannot be made or read: {error.strerror}. Give another folder") from error
     if len(salt) != SALT_BYTES:
-        raise UsageError(f"{path} is damaged; delete it, and the files beside it, which nobody can find any more")
+        raise UsageError(f"{path} is damaged. Delete it, and the files beside it, which nobody can find any more")
     return salt
 
 
@@ -260,7 +260,7 @@ class DiskTier:
         except OSError:
             self._lock_file.close()
             raise UsageError(
-                f"the folder {folder} is that of a server that runs; give each a folder of its own"
+                f"the folder {folder} is that of a server that runs. Give each a folder of its own"
             ) from None
         for left in folder.glob(".windlass-*.tmp"):  # of a server that was killed
             left.unlink(missing_ok=True)

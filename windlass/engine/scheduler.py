@@ -330,7 +330,7 @@ class Scheduler(Service):
             check_across_ranks(request.options, self._lanes[0].cache.heads)
         with self._changed:
             if self._is_dead or self._stops_at is not None:
-                raise EngineDeadError("the engine has stopped; start the server again")
+                raise EngineDeadError("the engine has stopped. Start the server again")
             tickets = [Ticket(self._number + at, each, notify) for at, each in enumerate(requests, 1)]
             self._waiting.add(tickets)
             self._number += len(tickets)
@@ -371,7 +371,7 @@ class Scheduler(Service):
             LOG.exception("the engine ended")
             self._totals.errors += 1
             self.has_failed = True
-            self._end("the engine has failed; see its log")
+            self._end("the engine has failed. See its log")
 
     def _served(self) -> str:
         """Take turns until the end. Returns the reason of the end."""
@@ -385,7 +385,7 @@ class Scheduler(Service):
             self._turn(turn)
             if self._guard.is_over:
                 self.has_failed = True
-                return "the engine has failed; see its log"
+                return "the engine has failed. See its log"
             self._status = self._told()
 
     def _next_turn(self) -> StepInput:

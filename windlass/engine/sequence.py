@@ -119,7 +119,7 @@ class Writer:
             allowed = request.grammar.allowed().to(scores.device)
             if not bool(allowed.any()):
                 raise UsageError(
-                    "the grammar allows no token here; let the schema allow an end, or ask for another one"
+                    "the grammar allows no token here. Let the schema allow an end, or ask for another one"
                 )
             scores = scores.masked_fill(~allowed[: len(scores)], -torch.inf)
         return scores

@@ -47,11 +47,11 @@ def stops_of(
     """
     if stop is None:
         return Stops(frozenset(ends))
-    check_kind("stop", stop, (list, tuple, set, frozenset), "a list of strings and token ids", f"write stop=[{stop!r}]")
+    check_kind("stop", stop, (list, tuple, set, frozenset), "a list of strings and token ids", f"Write stop=[{stop!r}]")
     special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     strings = [each for each in stop if isinstance(each, str)]
     if "" in strings:
-        raise UsageError("stop has an empty string, which every text begins with; leave it out")
+        raise UsageError("stop has an empty string, which every text begins with. Leave it out")
     ids = {whole_number("a token id in stop", each, 0, vocabulary - 1) for each in stop if not isinstance(each, str)}
     named = {special[each] for each in strings if each in special}
     return Stops(

@@ -42,7 +42,7 @@ def connected(address: str, cpus: int | None = None) -> Iterator[None]:
         os.environ.setdefault(NICENESS, "0")
         if "ray" in sys.modules and os.environ.get(MODE) != ASKS:
             raise UsageError(
-                f"Ray was imported before a token was set, and would be open to the network; set {MODE}={ASKS} and "
+                f"Ray was imported before a token was set, and would be open to the network. Set {MODE}={ASKS} and "
                 f"{TOKEN} before, or start a cluster of your own and give its address"
             )
         os.environ[MODE] = ASKS
@@ -59,8 +59,8 @@ def connected(address: str, cpus: int | None = None) -> Iterator[None]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
-        way = "look at its logs" if address == LOCAL else "start one with `ray start --head`, or leave the address out"
-        raise UsageError(f"--ray {address}: there is no Ray ({reason}); {way}") from error
+        way = "Look at its logs" if address == LOCAL else "Start one with `ray start --head`, or leave the address out"
+        raise UsageError(f"--ray {address}: there is no Ray ({reason}). {way}") from error
     try:
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
             yield

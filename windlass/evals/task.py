@@ -108,7 +108,7 @@ def budget_of(flag: str, part: str) -> Budget:
         return Budget(part)
     if part.endswith("x"):
         if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?x", part) or float(part[:-1]) < 1:
-            raise UsageError(f"{flag} {part!r} is not a part of the text; write 4x for a quarter of it")
+            raise UsageError(f"{flag} {part!r} is not a part of the text. Write 4x for a quarter of it")
         return Budget(part, divisor=float(part[:-1]))
     return Budget(part, slots=int_parser(flag, 1, MAX_NUMBER)(part))
 
@@ -116,5 +116,5 @@ def budget_of(flag: str, part: str) -> Budget:
 def depth_of(part: str) -> float:
     """The depth that `0`, `0.25` or `1` names. Raises: UsageError, which begins with `--depth`, for all else."""
     if not re.fullmatch(r"[01](\.[0-9]{1,6})?", part) or float(part) > 1:
-        raise UsageError(f"--depth {part!r} is not a part of the text; write 0 for its start, 0.5 for its middle, 1")
+        raise UsageError(f"--depth {part!r} is not a part of the text. Write 0 for its start, 0.5 for its middle, 1")
     return float(part)

@@ -133,7 +133,7 @@ def budget_within(layers: Sequence[LayerCost], options: CacheOptions, size: int,
     if smallest > size:
         raise UsageError(
             f"--bytes {in_units(size)} are too few for policy {options.policy!r} in store {options.store.name}: "
-            f"{least} tokens a layer, the fewest, take {in_units(round(smallest))}; raise --bytes"
+            f"{least} tokens a layer, the fewest, take {in_units(round(smallest))}. Raise --bytes"
         )
     budgets = range(least, MAX_NUMBER + 1)
     return budgets[
@@ -380,10 +380,10 @@ class TuneRunner(Runner):
         asked = self.options.length
         if asked is not None and asked > tokens:
             raise UsageError(
-                f"--length {asked} is more than the {tokens:,} tokens of the text; lower it, or give a longer one"
+                f"--length {asked} is more than the {tokens:,} tokens of the text. Lower it, or give a longer one"
             )
         if tokens < LEAST:
-            raise UsageError(f"the text has {tokens} tokens of this model's; give one of {LEAST} or more")
+            raise UsageError(f"the text has {tokens} tokens of this model's. Give one of {LEAST} or more")
 
 
 def candidates_of(grid: Grid) -> list[Settings]:

@@ -64,7 +64,7 @@ from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
 from windlass.hf.tensor_parallel import heads_of, ranks_of
 from windlass.positions.rotary import Rotary, unturned
 
-WAY_OUT: Final = "pass the whole conversation, as it was read, and what is new, or call cache.reset() first"
+WAY_OUT: Final = "Pass the whole conversation as it was read, followed by the new text, or call cache.reset() first"
 UNKNOWN: Final = -1  # in place of the id of padding, or of a token that came without one
 
 
@@ -113,7 +113,7 @@ def check_continues(cache: TextCache, columns: int, ids: Tensor | None) -> None:
         return
     if columns <= seen:
         raise UsageError(
-            f"generate was given a text of {columns} tokens, and this cache has read {seen} before; {WAY_OUT}"
+            f"generate was given a text of {columns} tokens, and this cache has read {seen} before. {WAY_OUT}"
         )
     if ids is None or cache.batch_size % len(ids):
         return
@@ -124,7 +124,7 @@ def check_continues(cache: TextCache, columns: int, ids: Tensor | None) -> None:
         row, column = is_other.nonzero()[0].tolist()
         raise UsageError(
             f"generate was given another text than this cache has read: token {column} of row {row} is "
-            f"{int(given[row, column])}, and was {int(read[row, column])}; {WAY_OUT}"
+            f"{int(given[row, column])}, and was {int(read[row, column])}. {WAY_OUT}"
         )
 
 
@@ -374,7 +374,7 @@ class AttachedModel(Attachment):
         Raises: UsageError for a pass that cannot begin.
         """
         if cache.model_id is not self:
-            raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
+            raise UsageError("this KVCache was made for another model, or before this one was attached. Make a new one")
         check_call((self.decoder.inner, self.decoder.outer), bound)
         columns, ids = fed(bound)
         batch, tokens = columns.shape[:2]
@@ -441,13 +441,13 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
     before = _found(model)
     if before is not None and before.model is not model:
         raise UsageError(
-            f"this {type(model).__name__} shares its layers with a {type(before.model).__name__} that is attached; use "
+            f"this {type(model).__name__} shares its layers with a {type(before.model).__name__} that is attached. Use "
             "that one, or call windlass.detach with either of them first"
         )
     if before is not None:
         if before.own_linear != own_linear:
             raise UsageError(
-                f"own_linear={own_linear}, but the model is attached with {before.own_linear}; detach it first"
+                f"own_linear={own_linear}, but the model is attached with {before.own_linear}. Detach it first"
             )
         return model
     state = ModuleState(model)
@@ -490,7 +490,7 @@ def attached(model: PreTrainedModel) -> AttachedModel:
     attachment = getattr(model, NAME, None)
     if not isinstance(attachment, AttachedModel):
         check_model(model)
-        raise UsageError(f"{type(model).__name__} is not attached to windlass; call windlass.attach(model) first")
+        raise UsageError(f"{type(model).__name__} is not attached to windlass. Call windlass.attach(model) first")
     return attachment
 
 
@@ -528,7 +528,7 @@ def _attention(
         raise UsageError(BUSY)
     assert isinstance(attention_mask, Mask), "a mask that was not there when the model was attached"
     if layer in attachment.attended:
-        raise UsageError(f"layer {layer} calls attention twice in one pass; a KVCache takes one call per layer")
+        raise UsageError(f"layer {layer} calls attention twice in one pass. A KVCache takes one call per layer")
     attachment.attended.add(layer)
     query = attachment.at_positions(layer, query)
     latent = attachment.latents.get(module)

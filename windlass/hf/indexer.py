@@ -204,7 +204,7 @@ def check_picks(indexers: Iterable[Indexer], cache: TextCache, tokens: int, unse
     if why is not None:
         raise UsageError(
             f"a query of this pass could see {most} tokens, and the model's indexer would pick {limit} of them "
-            f"({LIMIT}), which a KVCache can't do here: {why}; give it a budget, and read the prompt in chunks, so that"
+            f"({LIMIT}), which a KVCache can't do here: {why}. Give it a budget, and read the prompt in chunks, so that"
             f" both together are {limit} at most"
         )
 

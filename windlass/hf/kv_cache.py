@@ -64,12 +64,12 @@ def _texts(cache: ModelCache) -> list[list[int]]:
     if cache.recurrent:
         raise UsageError(
             f"{what} reads the text a second time, and layer {cache.recurrent[0].index} keeps a state that would read "
-            "it twice, too; leave fit out"
+            "it twice, too. Leave fit out"
         )
     if any(layer.rules.has_places for layer in cache.layers) or texts is None:
         raise UsageError(
             f"{what} reads the text a second time, which takes the ids of all of its tokens, and this one came with "
-            "pictures or without ids; leave fit out"
+            "pictures or without ids. Leave fit out"
         )
     for layer in cache.layers:
         if layer.is_empty:
@@ -77,13 +77,13 @@ def _texts(cache: ModelCache) -> list[list[int]]:
         if layer.store.in_place() is None:
             raise UsageError(
                 f"{what} writes values that are held as they are, and the store {cache.store.name!r} holds them "
-                'otherwise in this model; take store="plain", or leave fit out'
+                'otherwise in this model. Take store="plain", or leave fit out'
             )
         held = (layer.positions >= 0).sum(-1).amin(1).tolist()
         if layer.rules.most_visible is None and (held != cache.tokens_seen or held != cache.next_positions):
             raise UsageError(
                 f"{what} needs the whole text, and layer {layer.index} holds {_listed(held)} of "
-                f"{_listed(cache.tokens_seen)} tokens; make the cache without a budget, and compress it before any edit"
+                f"{_listed(cache.tokens_seen)} tokens. Make the cache without a budget, and compress it before any edit"
             )
     return texts
 
@@ -226,7 +226,7 @@ class KVCache(ModelCache):
     def __reduce__(self) -> NoReturn:
         """Raises: UsageError. A pickled cache would take its whole model along, and fit no other."""
         raise UsageError(
-            "a KVCache can't be pickled, for it belongs to a model of this process; keep it in a file with "
+            "a KVCache can't be pickled, for it belongs to a model of this process. Keep it in a file with "
             "cache.save(path), or copy it with copy.deepcopy"
         )
 

@@ -64,14 +64,14 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
         """
         if not self.is_in_step:
             raise UsageError(
-                "this model is not attached to windlass; call windlass.attach(model) first, and the model as a whole"
+                "this model is not attached to windlass. Call windlass.attach(model) first, and the model as a whole"
             )
         return key_states, value_states
 
     def _linear(self, layer_idx: int) -> LinearAttentionLayer:
         """Where the model keeps the state of a layer. Raises: UsageError when the calling model is not attached."""
         if not self.is_in_step:
-            raise UsageError("this model is not attached to windlass; call windlass.attach(model) first")
+            raise UsageError("this model is not attached to windlass. Call windlass.attach(model) first")
         layer = next((each for each in self.recurrent if each.index == layer_idx), None)
         if not isinstance(layer, LinearAttentionCache):
             raise UsageError(f"layer {layer_idx} asks for a recurrent state, and its config says that it keeps none")
@@ -212,7 +212,7 @@ def fill_from_rotated(cache: CacheState, source: Cache, kinds: LayerKinds, confi
         if layer.rotary is not None and layer.rotary.table_changes_at(seen):
             raise UsageError(
                 f"the DynamicCache holds {seen} tokens, more than the {layer.rotary.constant_length} up to which this "
-                "model's rotation is constant: each key was rotated by the table of its moment; feed the text anew"
+                "model's rotation is constant: each key was rotated by the table of its moment. Feed the text anew"
             )
         positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
         if layer.store.latent:  # there latents are named keys, and the channels that all heads share are named values
@@ -287,8 +287,8 @@ def _rotated(layer: SlotLayer, end: int, is_compact: bool) -> tuple[Tensor, Tens
         positions = expected.expand_as(positions)
     elif not bool((positions == expected).all()) or first + tokens != end:
         raise UsageError(
-            f"to_rotated: layer {layer.index} does not hold positions {first} to {end - 1} in every row and head; "
-            'export a cache that has evicted under positions="compact"'
+            f"to_rotated: layer {layer.index} does not hold positions {first} to {end - 1} in every row and head. "
+            'Export a cache that has evicted under positions="compact"'
         )
     keys, values = (_gathered(states, order) for states in (layer.store.keys(), layer.store.values()))
     keys = _converted_keys(keys, positions, layer.rotary, first + tokens, is_out=True)
@@ -301,7 +301,7 @@ def refuse_indexed(cache: CacheState, what: str) -> None:
     """Raises: UsageError for a cache that holds an indexer's keys, which are not converted."""
     if any(layer.store.index for layer in cache.layers):
         raise UsageError(
-            f"{what}: the layers of this model hold keys of an indexer, too, and these are not converted; keep the "
+            f"{what}: the layers of this model hold keys of an indexer, too, and these are not converted. Keep the "
             "cache in a file with cache.save(path), or feed the text anew"
         )
 

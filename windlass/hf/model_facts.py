@@ -34,8 +34,8 @@ def device_of_inputs(model: PreTrainedModel) -> torch.device:
     runs_on = getattr(hook, "execution_device", None)
     if runs_on is None:
         raise UsageError(
-            f"{type(model).__name__} has weights on the meta device, and accelerate brings them from nowhere; "
-            "load all of them"
+            f"{type(model).__name__} has weights on the meta device, and accelerate brings them from nowhere. "
+            "Load all of them"
         )
     return torch.device(runs_on)
 
@@ -145,13 +145,13 @@ def check_kind_of_model(model: PreTrainedModel) -> None:
         reason = "is recurrent, or keeps other states, in layers that its config's layer_types don't tell of"
     elif keeps_states(config) and tuple(map(int, __version__.split(".")[:2])) < STATES_SINCE:
         since = ".".join(map(str, STATES_SINCE))
-        reason = f"has recurrent layers, which are served with transformers {since} or newer; this is {__version__}"
+        reason = f"has recurrent layers, which are served with transformers {since} or newer. This is {__version__}"
     elif unknown := unknown_types(config):
         reason = f"has recurrent layers, and others of types that transformers' own cache does not know: {unknown}"
     elif keeps_states(config) and not layer_kinds(model).attention:
         reason = "is recurrent in all layers: no layer attends, so there are no keys to keep"
     elif has_no_weights(model):
-        reason = "has weights on the meta device, not loaded; attach runs the model, so load all of them"
+        reason = "has weights on the meta device, not loaded. Attach runs the model, so load all of them"
     if reason is not None:
         raise UnsupportedModel(reason)
 

@@ -110,13 +110,13 @@ def check_policy(kinds: LayerKinds, policy: Policy) -> None:
         layer, source = next(iter(kinds.sources.items()))
         raise UsageError(
             f"{policy!r} changes the keys and queries of every layer, and layer {layer} has no keys but those of layer "
-            f"{source}; take a policy that needs no training, such as key_diff"
+            f"{source}. Take a policy that needs no training, such as key_diff"
         )
     if kinds.is_recurrent and scoring_chunk(policy):
         number, _, kind = kinds.recurrent[0]
         raise UsageError(
-            f"{policy!r} reads a text twice, and layer {number} ({kind}) keeps a state that would read it twice, too; "
-            "take a policy that reads it once, such as key_diff"
+            f"{policy!r} reads a text twice, and layer {number} ({kind}) keeps a state that would read it twice, too. "
+            "Take a policy that reads it once, such as key_diff"
         )
 
 

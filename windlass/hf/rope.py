@@ -117,8 +117,8 @@ def _best(
     alike = candidates[best].rotated(plain)
     if not all(torch.equal(candidates[each].rotated(plain), alike) for each in rivals):
         raise UnsupportedModel(
-            f"rotates the keys of layer {layer} by either of two tables, which its dtype can't tell apart; "
-            "attach it in float32"
+            f"rotates the keys of layer {layer} by either of two tables, which its dtype can't tell apart. "
+            "Attach it in float32"
         )
     return best
 

@@ -140,7 +140,7 @@ class CodedWeights(Tensor):
             made = own._like(replace(own.groups, **parts), dtype or own.dtype)
             return return_and_correct_aliasing(func, args, kwargs, made)
         if func._schema.is_mutable:
-            raise UsageError("weights of a GGUF file are codes, which are not changed in place; replace the parameter")
+            raise UsageError("weights of a GGUF file are codes, which are not changed in place. Replace the parameter")
         if packet in EMPTY:
             args = tree_map_only(
                 CodedWeights,
@@ -200,7 +200,7 @@ def quantize(model: PreTrainedModel, weights: str) -> None:
     if weights == AUTO_WEIGHTS:
         return
     if getattr(model.config, "quantization_config", None) is not None or name_of(model) is not None:
-        raise UsageError(f"weights {weights!r}: this {type(model).__name__} is quantised already; leave them out")
+        raise UsageError(f"weights {weights!r}: this {type(model).__name__} is quantised already. Leave them out")
     linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
     groups = {name: _group(each) if weights == "int4" else each.in_features for name, each in linears.items()}
     taken = {name: group for name, group in groups.items() if group}
@@ -209,7 +209,7 @@ def quantize(model: PreTrainedModel, weights: str) -> None:
     ]
     left += [f"{name} ({' x '.join(map(str, each.shape))})" for name, each in model.named_parameters() if each.ndim > 2]
     if not taken:
-        raise UsageError(f"weights {weights!r}: no layer of this {type(model).__name__} can have them; leave them out")
+        raise UsageError(f"weights {weights!r}: no layer of this {type(model).__name__} can have them. Leave them out")
     with torch.no_grad(), quiet_torchao():
         for name, group in taken.items():
             _quantize_one(linears[name], weights, group)
@@ -217,7 +217,7 @@ def quantize(model: PreTrainedModel, weights: str) -> None:
         warnings.warn(
             f"weights {weights!r}: {len(left)} tensors stay in {str(model.dtype).removeprefix('torch.')}, the first is "
             f"{left[0]}"
-            + (f"; int4 wants inputs that {GROUPS[-1]} divides, and outputs that {OUTPUTS} does" * (weights == "int4")),
+            + (f". For int4, {GROUPS[-1]} must divide the inputs and {OUTPUTS} the outputs" * (weights == "int4")),
             WindlassWarning,
             stacklevel=3,
         )
@@ -571,7 +571,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 def _sampled(name: str, tensor: Tensor, model: PreTrainedModel) -> bytes:
     """The name of a tensor, and the layout and a sample of each of its parts."""
     if tensor.is_meta:
-        raise UsageError(f"{name} of this {type(model).__name__} is offloaded; the fingerprint needs all weights here")
+        raise UsageError(f"{name} of this {type(model).__name__} is offloaded. The fingerprint needs all weights here")
     found = b""
     for part, held in parts_of(whole_of(tensor)).items():
         values = held.detach().flatten()

@@ -254,7 +254,7 @@ def _is_compiled(device: str) -> bool:
     if cpu.instruction_set() == "none":
         warnings.warn(
             "windlass was installed without its compiled kernels (no C++ compiler was found), so attention runs in "
-            f"plain PyTorch, which is slower; install a compiler, then windlass again ({cpu.WHY_MISSING})",
+            f"plain PyTorch, which is slower. Install a compiler, then windlass again ({cpu.WHY_MISSING})",
             WindlassWarning,
             stacklevel=3,
         )
@@ -288,8 +288,8 @@ def _has_triton(device: str) -> bool:
         return False
     if find_spec("triton") is None:
         warnings.warn(
-            "Triton is not installed, so on this GPU attention runs in plain PyTorch, which is slower; "
-            "install it: pip install triton",
+            "Triton is not installed, so on this GPU attention runs in plain PyTorch, which is slower. "
+            "Install it: pip install triton",
             WindlassWarning,
             stacklevel=3,
         )

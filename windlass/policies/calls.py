@@ -156,8 +156,8 @@ def across_ranks(policy: Policy, heads: RankHeads | None) -> Policy:
     if isinstance(policy, Wrapper) and type(policy) in OF_SCORES:
         return replace(policy, policy=across_ranks(policy.policy, heads))
     raise PolicyError(
-        f"{policy!r} ranks all heads of a layer alike, and each of {heads.ranks.size} ranks has only some of them; "
-        "take one that ranks each head by itself (H2O, SnapKV, KeyDiff), or TOVA or Recent, which are served"
+        f"{policy!r} ranks all heads of a layer alike, and each of {heads.ranks.size} ranks has only some of them. "
+        "Take one that ranks each head by itself (H2O, SnapKV, KeyDiff), or TOVA or Recent, which are served"
     )
 
 
@@ -166,6 +166,6 @@ def _of_keys(policy: Policy) -> Policy:
     if policy.observed_queries == 0 and find(policy, Initializer) is None and not changes_keys(policy):  # type: ignore[type-abstract]  # none is made
         return policy
     raise PolicyError(
-        f"{policy!r} ranks by queries, and here each rank has some of the query heads that read the same keys; take "
+        f"{policy!r} ranks by queries, and here each rank has some of the query heads that read the same keys. Take "
         "one that ranks by keys (KeyDiff, KeyNorm, LagKV), or Recent"
     )

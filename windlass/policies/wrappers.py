@@ -121,7 +121,7 @@ class Smoothed(Wrapper):
         if not 0 <= self.decay < 1:
             raise PolicyError(f"Smoothed: decay must be at least 0 and below 1, got {self.decay}")
         if "smoothed" in self.policy.needs.state:
-            raise PolicyError(f"Smoothed: {self.policy!r} is smoothed already; wrap the policy inside")
+            raise PolicyError(f"Smoothed: {self.policy!r} is smoothed already. Wrap the policy inside")
 
     @property
     def needs(self) -> Needs:  # type: ignore[override]  # the wrapped policy decides
@@ -218,7 +218,7 @@ class Pyramid(Wrapper, Budgeter, Recency):
     def __post_init__(self) -> None:
         super().__post_init__()
         if find(self.policy, Budgeter):  # type: ignore[type-abstract]  # an interface is looked for
-            raise PolicyError(f"Pyramid: {self.policy!r} gives each layer its budget already; wrap the policy inside")
+            raise PolicyError(f"Pyramid: {self.policy!r} gives each layer its budget already. Wrap the policy inside")
         if not self.beta >= 1:
             raise PolicyError(f"Pyramid: beta must be at least 1, got {self.beta}")
 

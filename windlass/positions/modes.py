@@ -90,7 +90,7 @@ class PositionMode(ABC):
         Raises: UsageError for a mode that can't.
         """
         raise UsageError(
-            f'positions="{self}" can\'t read a text with pictures; set cache.positions to "original" or "compact"'
+            f'positions="{self}" can\'t read a text with pictures. Set cache.positions to "original" or "compact"'
         )
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ class Windowed(PositionMode):
         if queries.end > self.trained_length:
             raise UsageError(
                 f'positions="auto" can\'t read a text with pictures beyond the trained length of {self.trained_length}'
-                f', and it reaches {queries.end}; set cache.positions to "compact" or "original"'
+                f', and it reaches {queries.end}. Set cache.positions to "compact" or "original"'
             )
         return Reading(as_they_stand(slots.at, queries.at), queries.end, queries.end)
 
@@ -428,7 +428,7 @@ def position_mode(spec: str | PositionMode) -> PositionMode:
     typed = parse_spec(spec)
     if typed is None or typed.name not in MODES:
         forms = ", ".join(map(_form, MODES.values()))
-        raise UsageError(f"positions={spec!r} is not a position mode; use one of: {forms}{near_to(spec, MODES)}")
+        raise UsageError(f"positions={spec!r} is not a position mode. Use one of: {forms}{near_to(spec, MODES)}")
     mode = MODES[typed.name]
     numbers = parse_ints(f"positions={spec!r}", typed, [field.name for field in fields(mode)])
     check_given(spec, mode.name, [field.name for field in fields(mode) if field.default is MISSING], numbers)

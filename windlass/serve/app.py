@@ -152,7 +152,7 @@ class Server:
         """Delete one cached prefix of this API key."""
         wanted = EntrySelector(owner_of(http.scope[TENANT]), query.name, number.rstrip("/"))
         if not wanted.id or not await self._beside(partial(self.service.stored, wanted)):
-            raise ApiError(404, "nothing that is kept for you has this id; GET /v1/cache lists all", None, "not_found")
+            raise ApiError(404, "none of your cached prefixes has this id. GET /v1/cache lists them", None, "not_found")
         return await self._forgotten(wanted)
 
     async def _forgotten(self, wanted: EntrySelector) -> Response:
@@ -162,7 +162,7 @@ class Server:
 
     def _check_alive(self) -> None:
         if not self.service.status().is_alive:
-            raise ApiError(503, "the engine has stopped; restart the server", None, "engine_dead")
+            raise ApiError(503, "the engine has stopped. Restart the server", None, "engine_dead")
 
     def _built_chat(
         self, body: ChatRequest, field: str, messages: list[dict[str, Any]], tenant: str
@@ -328,7 +328,7 @@ async def refused(http: HttpRequest, error: Exception) -> Response:
     path = http.scope["path"]
     if error.status_code == 404:
         known = dict.fromkeys(route.path for route in http.app.routes if isinstance(route, APIRoute))
-        return ApiError(404, f"there is no such route; there are {', '.join(known)}", None, "unknown_route").answer()
+        return ApiError(404, f"there is no such route. There are {', '.join(known)}", None, "unknown_route").answer()
     if error.status_code == 405:
         methods = [method for route in routes_of(http.app, path) for method in sorted(route.methods or ())]
         return ApiError(405, f"{path} takes {' and '.join(methods) or 'GET'} only", None, "wrong_method").answer()

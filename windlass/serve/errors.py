@@ -160,9 +160,9 @@ def _field_error(error: Mapping[str, Any], document: Any) -> FieldError:
         path.append(field.strip("'"))
     name = ".".join(path)
     if kind == "extra_forbidden" and len(path) == 1:
-        return FieldError((0, 0), name, "is not supported by this server; leave it out", UNSUPPORTED)
+        return FieldError((0, 0), name, "is not supported by this server. Leave it out", UNSUPPORTED)
     if kind == "extra_forbidden":
-        return FieldError((3, 0), name, "is not supported; leave it out", "unknown_parameter")
+        return FieldError((3, 0), name, "is not supported. Leave it out", "unknown_parameter")
     if kind in ("missing", "union_tag_not_found"):
         return FieldError((2, 0), name, "is missing", MISSING)
     problem = re.sub(r"^\w+ should |( after validation)?, not .*$", "", error["msg"])

@@ -41,7 +41,7 @@ class JsonGrammar(Grammar):
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise UsageError("the grammar of this request became too complex; give a simpler schema")
+            raise UsageError("the grammar of this request became too complex. Give a simpler schema")
 
 
 class Grammars:

@@ -196,7 +196,7 @@ class ReasoningOptions(Body):
 
 def _no_answer(_: Any) -> Any:
     raise PydanticCustomError(
-        UNSUPPORTED, "needs a stored answer, and this server stores none; send the whole conversation as input"
+        UNSUPPORTED, "needs a stored answer, and this server stores none. Send the whole conversation as input"
     )
 
 

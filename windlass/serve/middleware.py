@@ -56,7 +56,7 @@ class RequestLog:
             where = "".join(traceback.format_tb(error.__traceback__))
             LOG.error("%s %s: %s\n%s", number, route, type(error).__name__, where)
             if not has_begun:
-                ours = ApiError(500, f"an error of the server; its log has more under {number}", None, "internal_error")
+                ours = ApiError(500, f"an error of the server. Its log has more under {number}", None, "internal_error")
                 await ours.answer()(scope, receive, watched)
 
 
@@ -100,7 +100,7 @@ class Authentication:
         # A page in a browser may let its own name lead to this machine, and read our answers (DNS rebinding).
         if self._hosts is not None and _name_of(host.decode("latin-1")) not in self._hosts:
             names = ", ".join(sorted(self._hosts))
-            raise ApiError(403, f"this server is called {names}; call it so, or start it with a key", None, "bad_host")
+            raise ApiError(403, f"this server is called {names}. Call it so, or start it with a key", None, "bad_host")
 
     def _tenant(self, headers: dict[bytes, bytes]) -> str:
         """Raises: ApiError where there is no key that fits."""
@@ -110,7 +110,7 @@ class Authentication:
         digest = self._digest(given.strip() if kind.lower() == b"bearer" else b"")
         fits = [hmac.compare_digest(digest, each) for each in self._keys]  # all of them, so that time tells nothing
         if not any(fits):
-            raise ApiError(401, "no key that fits; send the header Authorization: Bearer KEY", None, "invalid_api_key")
+            raise ApiError(401, "no key that fits. Send the header Authorization: Bearer KEY", None, "invalid_api_key")
         return digest.hex()[:16]
 
     def _digest(self, key: bytes) -> bytes:
@@ -143,7 +143,7 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than {self._most} bytes; send less", None, "body_too_large")
+        return ApiError(413, f"the body has more than {self._most} bytes. Send less", None, "body_too_large")
 
 
 def _name_of(host: str) -> str:

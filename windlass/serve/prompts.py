@@ -361,7 +361,7 @@ class PromptTokenizer:
         """
         if not has_template(self.tokenizer):
             raise ApiError(
-                400, "this model has no chat template; send a prompt to /v1/completions", "messages", "no_chat_template"
+                400, "this model has no chat template. Send a prompt to /v1/completions", "messages", "no_chat_template"
             )
         # A mark stands for each chunk, so that the template cannot join its tokens with those around it.
         mark, chunks = secrets.token_hex(16), chunks_of(messages)
@@ -380,7 +380,7 @@ class PromptTokenizer:
                 if len(behind) != 1 or mark in before:
                     raise ApiError(
                         400,
-                        "this model's chat template does not show each chunk once, in its order; send them as text",
+                        "this model's chat template does not show each chunk once, in its order. Send them as text",
                         "messages",
                         "chat_template_failed",
                     )
@@ -410,7 +410,7 @@ class PromptTokenizer:
         if self.infill is None:
             raise BadField(
                 "suffix",
-                "needs a tokenizer with tokens around a gap, such as <|fim_prefix|>; leave it out",
+                "needs a tokenizer with tokens around a gap, such as <|fim_prefix|>. Leave it out",
                 "unsupported_parameter",
             )
         with self._lock:

@@ -58,12 +58,12 @@ def check_address(host: str, keys: tuple[str, ...]) -> None:
     """Raises: UsageError for an address that others can reach without a key, and for a malformed key."""
     if not keys and not is_loopback(host):
         raise UsageError(
-            f"host {host} can be reached from other machines, and there is no key; give --api-key KEY, or keep "
+            f"host {host} can be reached from other machines, and there is no key. Give --api-key KEY, or keep "
             "--host 127.0.0.1"
         )
     for key in keys:
         if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
-            raise UsageError("a key must have at least 8 signs of ASCII and no spaces; choose another --api-key")
+            raise UsageError("a key must have at least 8 signs of ASCII and no spaces. Choose another --api-key")
 
 
 def check_origins(origins: tuple[str, ...]) -> None:
@@ -71,7 +71,7 @@ def check_origins(origins: tuple[str, ...]) -> None:
     for origin in origins:
         if origin != "*" and ORIGIN.fullmatch(origin) is None:
             raise UsageError(
-                f"--allow-origin {origin!r} is no origin; write https://app.example or http://localhost:3000, in small "
+                f"--allow-origin {origin!r} is no origin. Write https://app.example or http://localhost:3000, in small "
                 "letters and without a path, or * for any page"
             )
 
@@ -95,7 +95,7 @@ def bound(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except (OSError, OverflowError) as error:
-        raise UsageError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from error
+        raise UsageError(f"cannot listen on {host}:{port}: {error}. Choose another --host or --port") from error
     return listener
 
 
@@ -215,7 +215,7 @@ class ServeOptions:
         if self.reuse_folder is not None:
             check_folder(self.reuse_folder, "--reuse-folder")
             if not self.reuse_bytes:
-                raise UsageError("--reuse-folder needs memory beside it; give --reuse 64MiB, or leave the folder out")
+                raise UsageError("--reuse-folder needs memory beside it. Give --reuse 64MiB, or leave the folder out")
 
     @property
     def all_rows(self) -> list[tuple[int, CacheOptions]]:
@@ -308,9 +308,9 @@ def serve_together(
     memory for reuse, where a client would delete prefixes on rank 0 alone.
     """
     if asked.is_shown:
-        raise UsageError("--view would show the heads of rank 0 alone; leave it out with --tensor-parallel")
+        raise UsageError("--view would show the heads of rank 0 alone. Leave it out with --tensor-parallel")
     if asked.reuse_bytes:
-        raise UsageError("--reuse keeps prefixes of rank 0 alone; leave it out with --tensor-parallel")
+        raise UsageError("--reuse keeps prefixes of rank 0 alone. Leave it out with --tensor-parallel")
     heads = attached(model).heads
     if heads is None or heads.ranks.is_first:
         return _led(model, tokenizer, asked, say)

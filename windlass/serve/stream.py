@@ -97,7 +97,7 @@ class Tickets:
     def _check_alive(self) -> None:
         # It gives out its last events before it dies, so a ticket that has none then will never have one.
         if not self._service.status().is_alive and not any(ticket.waiting[0] for ticket in self._tickets):
-            raise ApiError(503, "the engine has stopped; restart the server", None, "engine_dead")
+            raise ApiError(503, "the engine has stopped. Restart the server", None, "engine_dead")
 
     def _notify(self) -> None:
         """Wake the loop, once for many events. The engine's thread calls this after each event."""

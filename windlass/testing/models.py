@@ -204,7 +204,7 @@ def tiny_model(family: str) -> PreTrainedModel:
     Raises: UsageError for an unknown family.
     """
     if family not in _CONFIGS:
-        raise UsageError(f"family {family!r} is unknown; {use_one_of(family, FAMILIES)}")
+        raise UsageError(f"family {family!r} is unknown. {use_one_of(family, FAMILIES)}")
     model_type, options = _CONFIGS[family]
     config = AutoConfig.for_model(model_type, **_sized(options))
     with torch.random.fork_rng(devices=[]):
@@ -355,7 +355,7 @@ def tiny_hybrid(family: str, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     Raises: UsageError for an unknown family.
     """
     if family not in _HYBRID_CONFIGS:
-        raise UsageError(f"family {family!r} is unknown; {use_one_of(family, HYBRIDS)}")
+        raise UsageError(f"family {family!r} is unknown. {use_one_of(family, HYBRIDS)}")
     model_type, options = _HYBRID_CONFIGS[family]
     sizes: dict[str, Any] = {**_HYBRID_SIZES, **options, "vocab_size": vocabulary}
     kinds = options.get("layer_types", options.get("layers_block_type"))
@@ -432,7 +432,7 @@ def _check_kept(cache: KVCache, policy: Policy, family: str) -> None:
             if len(kept) > BUDGET or not required <= kept:
                 raise PolicyError(
                     f"{policy!r} keeps {len(kept)} tokens in layer {layer.index} of a {family} model, with a budget of "
-                    f"{BUDGET}; of the first {SINKS} and newest {WINDOW} it lacks {sorted(required - kept)}"
+                    f"{BUDGET}. Of the first {SINKS} and newest {WINDOW} it lacks {sorted(required - kept)}"
                 )
 
 

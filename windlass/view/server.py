@@ -81,7 +81,7 @@ class RecordingServer(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise UsageError(f"port {port} of {HOST} cannot be taken ({error}); choose another with --port") from None
+            raise UsageError(f"port {port} of {HOST} cannot be taken ({error}). Choose another with --port") from None
 
     @property
     def address(self) -> str:

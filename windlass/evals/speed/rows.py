@@ -110,13 +110,13 @@ def _check(setup: BenchSetup) -> None:
     if setup.storage == "rotated" and not isinstance(setup.options.positions, Original):
         raise UsageError(
             f"--storage rotated and --positions {setup.options.positions} exclude each other: a key that is stored "
-            "rotated is read where it was; measure them in two runs"
+            "rotated is read where it was. Measure them in two runs"
         )
 
 
 def _slots(budget: Budget) -> int | None:
     if budget.divisor is not None:
-        raise UsageError(f"--budget {budget.asked!r} is a part of a text; a benchmark takes a number of tokens, or all")
+        raise UsageError(f"--budget {budget.asked!r} is a part of a text. A benchmark takes a number of tokens, or all")
     return budget.slots
 
 

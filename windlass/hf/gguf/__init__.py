@@ -44,7 +44,7 @@ def config_of(header: Header) -> PreTrainedConfig:
     length = header.metadata.get(f"{header.architecture}.context_length", 1)
     for name, value, most in (("block_count", layers, MOST_LAYERS), ("context_length", length, MAX_NUMBER)):
         if type(value) is not int or not 0 <= value <= most:
-            raise UsageError(f"model {header.path} is damaged: its {name} is {value!r}; copy it again")
+            raise UsageError(f"model {header.path} is damaged: its {name} is {value!r}. Copy it again")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(**_place(header))
     except ValueError as error:
@@ -53,7 +53,7 @@ def config_of(header: Header) -> PreTrainedConfig:
         known = sorted(each for each in _known() if each not in ("general", "tokenizer"))
         raise UsageError(
             f"model {header.path}: transformers {__version__} reads no GGUF files of architecture "
-            f"{header.architecture!r}; it reads {', '.join(known)}"
+            f"{header.architecture!r}. It reads {', '.join(known)}"
         ) from error
     config.name_or_path = str(header.path)
     return config
@@ -340,7 +340,7 @@ class _Weights:
         if scaling != "none" and isinstance(own, dict) and own.get("rope_type", "default") == "default":
             _warn(
                 f"model {path}: its RoPE is scaled ({scaling}), which transformers does not read from a GGUF file: "
-                "long texts come out worse; use the model in transformers' own format for them"
+                "long texts come out worse. Use the model in transformers' own format for them"
             )
 
 
