@@ -475,7 +475,7 @@ def attend(
     tokens, step = queries.shape[2], view.step
     if view.seen_until is not None and call.sees_to is not None:
         raise UsageError(
-            f"{rules.policy!r} joins tokens as they come, and in a picture queries see tokens that come later. Use "
+            f"{rules.policy!r} joins new tokens, and in a picture queries see tokens that come later. Use "
             "merge=None for this text"
         )
     is_rest_wanted = rules.policy.observed_queries is None and observed is not None and observed.shape[1] < tokens

@@ -38,12 +38,12 @@ def check_pictures(cache: CacheState, step: Step) -> None:
         return
     if step.places.end > MAX_PLACE:
         raise UsageError(
-            f"a text with pictures may reach place {MAX_PLACE:,}, and this one goes on to {step.places.end:,}. Shift "
+            f"a text with pictures may reach place {MAX_PLACE:,}, and this one continues to {step.places.end:,}. Shift "
             "it back, or start anew"
         )
     if cache.merge is not None:
         raise UsageError(
-            f"merge={cache.merge} averages keys, and those of a picture stand on several axes. To read pictures, make "
+            f"merge={cache.merge} averages keys, and keys of a picture stand on several axes. To read pictures, make "
             "the KVCache without merge"
         )
     if cache.is_rotated:
@@ -161,13 +161,13 @@ def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
     for layer in cache.layers:
         if not layer.can_roll_back(counts):
             raise UsageError(
-                f"rollback of {max(counts)} tokens reaches past what layer {layer.index} ({layer.policy!r}) can take "
+                f"rollback of {max(counts)} tokens is more than layer {layer.index} ({layer.policy!r}) can take "
                 "back: the last step, and before it whole steps of up to `rollback` tokens. Use drop, or a KVCache "
                 "with a larger rollback"
             )
         if not layer.holds_full_precision(counts):
             raise UsageError(
-                f"rollback of {max(counts)} tokens reaches past what store {cache.store.name} still holds exactly in "
+                f"rollback of {max(counts)} tokens is more than store {cache.store.name} still holds exactly in "
                 f"layer {layer.index}: the last step, or `rollback` + 16 tokens. Use drop, after which the tokens that "
                 "are left are read as codes, or a KVCache with a larger rollback"
             )
@@ -531,7 +531,7 @@ def check_rewrite(cache: CacheState, end: int, added: CacheState | None = None) 
             beyond = f"beyond position {most} " if most else ""
             raise UsageError(
                 f'{EDIT}: positions="{cache.positions}" {beyond}reads tokens at other places than their own, which is '
-                f"known for the newest tokens only, and this text goes on to {end}. Set cache.positions to "
+                f"known for the newest tokens only, and this text continues to {end}. Set cache.positions to "
                 '"original" before it, and back after it'
             )
 
@@ -566,8 +566,8 @@ def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0, 
         )
     if bool(cache.options.recall) != bool(other.options.recall):
         raise UsageError(
-            f"splice: this cache has recall={cache.options.recall}, the other one recall={other.options.recall}: what "
-            "one of them has evicted could not be recalled here. Make both with recall, or both without"
+            f"splice: this cache has recall={cache.options.recall}, the other one recall={other.options.recall}: "
+            "evicted tokens of one of them could not be recalled here. Make both with recall, or both without"
         )
     missing = [
         said

@@ -388,7 +388,7 @@ def attend_shared(layer: SlotLayer, queries: Queries, mode: PositionMode, call: 
 
     Raises: UsageError for another sliding window than the layer's own, beyond which its tokens are gone.
     """
-    assert layer.views, "a layer whose slots are shared comes before those that share them"
+    assert layer.views, "a layer comes before the layers that share its slots"
     if call.sliding_window != layer.sliding_window:
         raise UsageError(
             f"keys and values of slots {layer.index} are shared through a sliding window of {call.sliding_window}, and "

@@ -469,7 +469,7 @@ def checked_merge(spec: str | Merge | None, budget: int | None, store: Store, po
     joins = ACCUMULATES in policy.needs.state
     if merge is not None and joins and not merge.is_mean:
         raise UsageError(
-            f"merge={merge} takes no means, and {policy!r} joins tokens as they come by means alone. Use "
+            f"merge={merge} takes no means, and {policy!r} joins new tokens by means only. Use "
             + ", ".join(name for name, rule in MERGES.items() if rule.is_mean)
         )
     if merge is not None and budget is None and not joins:

@@ -375,5 +375,5 @@ def _check_alone(policy: Policy) -> None:
     is_budgeter = find(policy, Budgeter) is not None  # type: ignore[type-abstract]  # none is made
     if is_budgeter or (one_shot is not None and one_shot.shares_budget):
         raise UsageError(
-            f"shares: {policy!r} says itself what each layer keeps. Leave shares out, or give what it wraps"
+            f"shares: {policy!r} sets the budget of each layer itself. Leave shares out, or give the wrapped policy"
         )

@@ -151,7 +151,7 @@ class RowState:
             if start < end < stop:
                 raise UsageError(
                     f"the text would end at {end}, inside of the picture from {start} up to {stop}, where no model "
-                    f"says how it goes on. End it at {start} or {stop}"
+                    f"defines the next position. End it at {start} or {stop}"
                 )
         prompts = tuple((start, min(stop, end)) for start, stop in self.prompts if start < end)
         pictures = tuple(picture for picture in self.pictures if picture.stop <= end)

@@ -98,7 +98,7 @@ class Shares:
             ("name", "model", "fingerprint", "policy", "budget"), str
         )
         if not isinstance(document, dict) or {name: type(value) for name, value in document.items()} != kinds:
-            raise UsageError("shares: their fields are not those that windlass writes")
+            raise UsageError("shares: the fields differ from those of windlass' files")
         return cls(**document)
 
 
@@ -109,7 +109,7 @@ def _numbers(shares: object, layer: int) -> tuple[float, ...]:
         if are_shares:
             return tuple(map(float, shares))
     raise UsageError(
-        f"shares: those of layer {layer} must be numbers of at least 0, one for each kv head, or None, got {shares!r}"
+        f"shares: shares of layer {layer} must be numbers of at least 0, one for each kv head, or None, got {shares!r}"
     )
 
 

@@ -268,7 +268,7 @@ def _measured(bar: Bar, output: Path, measure: Callable[[Bar], Measured]) -> tup
     if bar.is_whole:
         return found, 0, output
     output = unfinished(output)
-    note(f"interrupted, {bar.told} are measured and written to {output}. The same command measures all of them anew")
+    note(f"interrupted, {bar.told} are measured and written to {output}. The same command measures all of them again")
     return found, INTERRUPTED, output
 
 

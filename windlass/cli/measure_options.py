@@ -253,8 +253,8 @@ RayAddress = Annotated[
     Option(
         RAY,
         metavar="[ADDRESS]",
-        help="Run on workers with a model each: those of the Ray cluster at HOST:PORT, of a cluster running here "
-        "(auto), or without an address processes of this machine. Requires windlass[ray].",
+        help="Run on workers with a model each, in the Ray cluster at HOST:PORT, in a cluster running here "
+        "(auto), or without an address on this machine alone. Requires windlass[ray].",
     ),
 ]
 Workers = Annotated[

@@ -272,7 +272,7 @@ JsonStream = Annotated[
     bool,
     Option(
         "--json-stream",
-        help='Print a line of JSON for each piece of text as it comes, {"text": ..., "done": false}, then the line '
+        help='Print a line of JSON for each piece of text, {"text": ..., "done": false}, then the line '
         'of --json with "done": true.',
     ),
 ]
@@ -435,7 +435,7 @@ Graphs = Annotated[
     Option(
         "--graph",
         metavar="LIST",
-        help="on records a decode step with its sampling once and replays it, off runs each step anew "
+        help="on records a decode step with its sampling once and replays it, off runs each step eagerly "
         "(default: on for a GPU with graphs).",
     ),
 ]

@@ -234,7 +234,7 @@ def open_session(
     wanted = {name: label for name, label in (asked.labels() | numbers).items() if name in given}
     _check_same(path, wanted, cache.options.labels())
     if "shares" in given and asked.shares != cache.options.shares:
-        raise UsageError(f"--shares {asked.shares} are not those that {path} was made with. Leave them out")
+        raise UsageError(f"--shares {asked.shares} differs from the shares of {path}. Leave it out")
     if "positions" in given:
         cache.positions = asked.positions
     return Session(model, tokenizer, cache, frozenset(given), load_s)

@@ -329,8 +329,8 @@ def first_speaks(launch: Launch | None) -> Iterator[None]:
             if not is_lost(error):
                 raise
             raise WindlassError(
-                f"rank {launch.number} of {launch.size} has lost another one, which has ended or does not answer: what "
-                "was written is all there is. Start all of them again"
+                f"rank {launch.number} of {launch.size} has lost another one, which has ended or does not answer. "
+                "The written text is all there is. Start all of them again"
             ) from error
 
 

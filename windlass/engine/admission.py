@@ -160,8 +160,8 @@ def check_kinds(kinds: Sequence[CacheOptions]) -> None:
             )
         if shares_budget(kind) and kind.batch > 1:
             raise UsageError(
-                f"{kind.policy!r} decides with each text what each layer keeps, which {kind.batch} rows of one cache "
-                "cannot do each for itself. Give it one row"
+                f"{kind.policy!r} sets the budget of each layer for each text, which the {kind.batch} rows of one "
+                "cache cannot do separately. Give it one row"
             )
         if any(is_alike(kind, other) for other in kinds[:number]):
             raise UsageError(f"two kinds of rows are alike: {kind.labels()}. Give their number in one of them")

@@ -232,7 +232,7 @@ class Decoder:
     def _fall_back(self, reason: str) -> None:
         self._is_recordable, self._captured_end = False, 0
         warnings.warn(
-            f"a step of {type(self._model).__name__} can't be recorded as one graph, so each runs as it comes, which "
+            f"a step of {type(self._model).__name__} can't be recorded as one graph, so each step runs eagerly, which "
             f"is slower: {reason}",
             WindlassWarning,
             stacklevel=2,

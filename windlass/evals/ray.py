@@ -142,7 +142,7 @@ class RayExecutor(Executor):
         """Start another worker, unless this one died while it loaded the model, as the next one would."""
         del self._workers[worker]
         if sent is None:
-            self._note("a worker died while it loaded the model. The others go on")
+            self._note("a worker died while it loaded the model. The others continue")
             return
         if queue.died(worker, sent):
             self._note(f"a worker died. Its cell goes to another: {sent.name}")

@@ -405,7 +405,7 @@ def _lines(file: Path) -> tuple[list[Header | Case], bool]:
     rows = read_bytes(file, f"results file {file}").rstrip().split(b"\n")
     if (_object(rows[0]) or {}).get("kind") != "header":
         raise UsageError(
-            f"{file} is not a results file: its first line is no header. Give what `windlass eval -o` wrote"
+            f"{file} is not a results file: its first line is no header. Give a file of `windlass eval -o`"
         )
     is_cut = len(rows) > 1 and _object(rows[-1]) is None
     whole = rows[:-1] if is_cut else rows

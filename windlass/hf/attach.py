@@ -274,7 +274,9 @@ class AttachedModel(Attachment):
         if source is None:
             handed[layer] = keys
         elif handed.get(source) is not keys:
-            raise UsageError(f"layer {layer} attends to other keys than those of layer {source}, as it did at attach")
+            raise UsageError(
+                f"layer {layer} attends to other keys than at attach, when it read the keys of layer {source}"
+            )
         return self.kinds.place(layer), source is not None
 
     def call(self, layer: int, mask: Mask, scale: float, softcap: float | None, sinks: Tensor | None) -> AttentionCall:

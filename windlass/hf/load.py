@@ -99,7 +99,7 @@ def hub_problem(error: Exception) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, so it is not asked"
     if isinstance(error, GatedRepoError):
-        return f"its owner gives it to those who ask for it at {HUB}. Ask there, then `hf auth login`"
+        return f"its owner gives it on request. Ask at {HUB}, then `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
         return f"{HUB} has no such model, or it is private. Look at its spelling, or `hf auth login`"
     # The clients of the hub raise errors of their own, which are recognised by name.

@@ -212,7 +212,7 @@ def fill_from_rotated(cache: CacheState, source: Cache, kinds: LayerKinds, confi
         if layer.rotary is not None and layer.rotary.table_changes_at(seen):
             raise UsageError(
                 f"the DynamicCache holds {seen} tokens, more than the {layer.rotary.constant_length} up to which this "
-                "model's rotation is constant: each key was rotated by the table of its moment. Feed the text anew"
+                "model's rotation is constant: each key was rotated by the table of its moment. Feed the text again"
             )
         positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
         if layer.store.latent:  # there latents are named keys, and the channels that all heads share are named values
@@ -302,7 +302,7 @@ def refuse_indexed(cache: CacheState, what: str) -> None:
     if any(layer.store.index for layer in cache.layers):
         raise UsageError(
             f"{what}: the layers of this model hold keys of an indexer, too, and these are not converted. Keep the "
-            "cache in a file with cache.save(path), or feed the text anew"
+            "cache in a file with cache.save(path), or feed the text again"
         )
 
 

@@ -120,8 +120,8 @@ STATES_SINCE: Final = (5, 22)  # a version of transformers: before it, models re
 COMPRESSED: Final = "keeps one entry for several tokens ({types}), none of which can be evicted by itself"
 BLOCKS: Final = "picks blocks of columns of its cache ({types}), which are other tokens once any is evicted"
 PREFILL: Final = (
-    "keeps whatever came in the first pass of a text, and slides over what came later ({types}): what a token sees "
-    "depends on how the text was fed, and not on positions, by which a KVCache decides it"
+    "keeps the tokens of the first pass of a text, and slides over later tokens ({types}): a token then sees others by "
+    "the passes of the text, and a KVCache decides by positions"
 )
 # Layer types that no eviction can serve, and why.
 REFUSED: Final[Mapping[str, str]] = {

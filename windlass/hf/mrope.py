@@ -75,7 +75,7 @@ class Axes:
             if torch.equal(given, given[:1].expand_as(given)):
                 return given[0] - first, None
             raise UsageError(
-                "position_ids differ between their axes, as those of a picture do, and this model does not turn keys "
+                "position_ids differ between their axes, as in a picture, and this model does not turn keys "
                 "by one axis after the other. Read text alone, or leave past_key_values out"
             )
         if given.shape[0] not in (1, self.count, self.count + 1):

@@ -91,7 +91,7 @@ def fed(arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     if columns is None:
         raise UsageError("the model was called with neither input_ids nor inputs_embeds")
     if not columns.shape[1]:
-        raise UsageError("the model was called with no tokens. Pass those that are new")
+        raise UsageError("the model was called with no tokens. Pass the new tokens")
     return columns, ids
 
 

@@ -167,7 +167,7 @@ class Probe:
         if written_as in self.keys and layer not in self._written:
             self._note_source(layer, written_as, values)
         elif written_as != layer:
-            raise UnsupportedModel(f"writes the keys of layer {layer} to the cache as those of layer {written_as}")
+            raise UnsupportedModel(f"writes the keys of layer {layer} to the cache as keys of layer {written_as}")
         held = keys
         if latent is not None and layer in self._written:
             held = latent.check(*self._written[layer], keys, values)

@@ -320,7 +320,7 @@ def _check_positions(where: str, plan: LayerPlan, row: RowHeader, positions: Ten
     After `divide` several tokens may stand at one position, but none that came after it.
     """
     if int(positions.min()) < EMPTY or int(positions.max()) >= row.next_position:
-        raise InconsistentFile(f"{where} holds positions outside of its text, which goes on at {row.next_position}")
+        raise InconsistentFile(f"{where} holds positions outside of its text, which continues at {row.next_position}")
     is_held = positions >= 0
     if bool((is_held[:, 1:] & ~is_held[:, :-1]).any()):
         raise InconsistentFile(f"{where} has tokens behind free slots")
@@ -346,7 +346,7 @@ def _check_recalled(where: str, row: RowHeader, positions: Tensor, index: Tensor
         or int(places.max()) >= row.next_position
         or bool((places[row.tokens_seen :] != EMPTY).any())
     ):
-        raise InconsistentFile(f"{where} recalls positions outside of its text, which goes on at {row.next_position}")
+        raise InconsistentFile(f"{where} recalls positions outside of its text, which continues at {row.next_position}")
     named = index.where(positions >= 0, 0.0)
     if bool((named != named.floor()).any()) or int(named.max()) >= max(row.tokens_seen, 1):
         raise InconsistentFile(f"{where} holds other tokens than the {row.tokens_seen} that it may recall")
@@ -413,4 +413,4 @@ def _check_ring(
         1, owners.clamp(min=0), ((owners >= 0) & (index >= 0)).to(positions.dtype)
     )
     if bool((is_owned & ~own).any()) or int(counts.max()) > 1:
-        raise InconsistentFile(f"{where} has tokens in full precision that are not those of their slots")
+        raise InconsistentFile(f"{where} has other tokens in full precision than in their slots")

@@ -194,7 +194,7 @@ class RowHeader(_Model):
             raise ValueError(f"it has seen {seen} tokens in {self.columns} columns")
         if since > min(seen, end) or (since == seen and end != seen):
             raise ValueError(
-                f"it has seen {seen} tokens, {since} of them since its last edit, and goes on at position {end}"
+                f"it has seen {seen} tokens, {since} of them since its last edit, and continues at position {end}"
             )
         last = -1
         for start, stop in self.prompts:

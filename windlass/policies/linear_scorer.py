@@ -89,7 +89,9 @@ def read(path: Path) -> Scorer:
     try:
         return _scorer(document, tensors)
     except (KeyError, TypeError, ValueError):
-        raise UsageError(f"scorer {path} is damaged: its fields are not those that windlass writes. {AGAIN}") from None
+        raise UsageError(
+            f"scorer {path} is damaged: its fields differ from those of windlass' files. {AGAIN}"
+        ) from None
 
 
 def _document(path: Path, data: bytes) -> dict[str, Any]:

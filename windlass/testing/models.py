@@ -412,9 +412,9 @@ def check_on_models(policy: Policy, families: Sequence[str] = (*FAMILIES, *HYBRI
             continue
         whole, roomy, bounded = (_read(model, each) for each in caches)
         if not (roomy - whole).norm() <= 1e-5 * whole.norm():
-            raise PolicyError(f"{policy!r} changes what a {family} model says though nothing is evicted")
+            raise PolicyError(f"{policy!r} changes the logits of a {family} model though nothing is evicted")
         if not bounded.isfinite().all():
-            raise PolicyError(f"{policy!r} makes a {family} model say what is not finite")
+            raise PolicyError(f"{policy!r} makes logits of a {family} model infinite or NaN")
         _check_kept(caches[-1], policy, family)
 
 

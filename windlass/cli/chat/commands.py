@@ -76,7 +76,7 @@ class ChatCommands:
     def save(self, text: str) -> None:
         path = Path(text).expanduser()
         self._dialogue.save(path)
-        note(f"{path} written. /load {path}, or --load {path}, goes on from it")
+        note(f"{path} written. /load {path}, or --load {path}, continues from it")
 
     def load(self, text: str) -> None:
         note(self._dialogue.load(Path(text).expanduser()))
@@ -127,7 +127,7 @@ class ChatCommands:
             raise UsageError(f"/resume takes nothing, or no, got {text!r}")
         found = self._dialogue.journal.found()
         if found is None:
-            note("there is no conversation to go on with")
+            note("there is no conversation to continue")
             return
         path, chat = found
         if not text:
@@ -168,10 +168,10 @@ class ChatCommands:
 
 COMMANDS: Final = {
     "help": Command("", "lists the commands", ChatCommands.help),
-    "save": Command("FILE", "writes the conversation, to go on from later", ChatCommands.save),
-    "load": Command("FILE", "goes on from there, in place of this conversation", ChatCommands.load),
+    "save": Command("FILE", "saves the conversation", ChatCommands.save),
+    "load": Command("FILE", "continues a saved conversation instead of this one", ChatCommands.load),
     "undo": Command("", "takes back the last message and its reply", ChatCommands.undo),
-    "retry": Command("", "writes the last reply anew, under another seed", ChatCommands.retry),
+    "retry": Command("", "writes the last reply again, with another seed", ChatCommands.retry),
     "system": Command("[TEXT]", "changes the system text (-: none) and reads the rest again", ChatCommands.system),
     "set": Command(
         "[NAME VALUE]", "changes temperature, max_tokens and others, without arguments lists them", ChatCommands.set

@@ -71,7 +71,7 @@ class Conversation:
         """
         if system is not None:
             if self.start:
-                raise UsageError("a system text stands at the start, and this conversation goes on from a prompt cache")
+                raise UsageError("a system text stands at the start, and this conversation continues a prompt cache")
             first = [*templates.of_system(system), templates.message("user", "?")]
             if system.strip() not in templates.opening(self._tokenizer, first):
                 raise UsageError("this model's chat template leaves the system text out. Put it in a message")

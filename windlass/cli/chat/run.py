@@ -57,7 +57,7 @@ def chat(session: Session, asked: PromptInput, arguments: ChatArguments) -> int:
         with unechoed():
             note(dialogue.take(saved, session.cache))
     if not dialogue.conversation.has_template:
-        note("windlass: note: this model has no chat template: it goes on with your text, it does not answer")
+        note("windlass: note: this model has no chat template: it continues your text and does not answer")
     code = at_terminal(dialogue, folder) if is_terminal else _from_pipe(dialogue)
     journal.close()
     return code
@@ -147,7 +147,7 @@ def offer(journal: Journal) -> None:
         turns = len(saved.turns) + (saved.pending is not None)
         note(
             f"an unfinished conversation of {turns} turn{'' if turns == 1 else 's'} from {since} is there. "
-            "/resume goes on with it"
+            "/resume continues it"
         )
 
 

@@ -169,7 +169,7 @@ class RotatedStorage(KVCache):
         if (mask is not None and not bool(mask.all())) or (step is not None and not all(step.lengths)):
             raise UsageError(f"rotated storage takes no padding. {HINT}")
         if any(at != self.columns_seen for at in self.next_positions):
-            raise UsageError(f"with rotated storage all rows must go on at {self.columns_seen}. {HINT}")
+            raise UsageError(f"with rotated storage all rows must continue at {self.columns_seen}. {HINT}")
         super().begin(batch, tokens, mask, positions, ids, axes)
 
     def drop(self, start: int, end: int, row: int | None = None) -> None:
@@ -393,7 +393,7 @@ def _with_graph(request: BenchRequest) -> BenchLists:
     if asked is None:
         return replace(request.lists, graph="on" if has_graphs else "off")
     if "on" in asked and not has_graphs:
-        raise UsageError(f"--graph {asked}: on a {device.type} steps run as they come. Use --device cuda, or off")
+        raise UsageError(f"--graph {asked}: on a {device.type} steps run eagerly. Use --device cuda, or off")
     return request.lists
 
 
@@ -403,7 +403,7 @@ def _opened(request: BenchRequest, rows: Sequence[BenchRow]) -> tuple[PreTrained
     device = device_of(request.device)
     check_place(request.weights, device)
     if device.type != "cpu" and request.lists.threads is not None:
-        raise UsageError(f"--threads are those of a CPU. Leave it out, or use --device cpu instead of {device}")
+        raise UsageError(f"--threads is for a CPU. Leave it out, or use --device cpu instead of {device}")
     if request.shape is not None:
         shape, label = shape_of(request.shape, request.layers)
         dtype = asked if isinstance(asked, torch.dtype) else torch.bfloat16
