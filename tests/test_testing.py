@@ -115,7 +115,7 @@ BROKEN: dict[str, tuple[Policy, str]] = {
         policy(bases=(Policy, Initializer), initial_state=new_keys_hidden),
         "initial_state writes into the model's queries or keys",
     ),
-    "no initializer": (policy(initial_state=new_state_given), "Made is no Initializer; derive the class from"),
+    "no initializer": (policy(initial_state=new_state_given), "Made is no Initializer. Derive the class from"),
     "docstring": (policy(__doc__="Made up. Source: none."), "docstring of Made lacks Differs:"),
 }
 
@@ -138,7 +138,7 @@ def test_a_class_without_the_decorator_is_not_a_dataclass() -> None:
 
 
 def test_unknown_family() -> None:
-    with pytest.raises(UsageError, match="'llamma' is unknown; use one of: llama, "):
+    with pytest.raises(UsageError, match=r"'llamma' is unknown\. Use one of: llama, "):
         tiny_model("llamma")
 
 

@@ -279,7 +279,7 @@ def test_it_goes_with_stores_and_recall(attached_model: Models, text: Text) -> N
 def test_what_cannot_join_as_it_comes_is_refused(attached_model: Models) -> None:
     model = attached_model("llama")
     for rule in ("sum", "pick"):
-        with pytest.raises(UsageError, match=rf"merge={rule} takes no means, and DMC\(.*; use mean_count, mean, weigh"):
+        with pytest.raises(UsageError, match=rf"merge={rule} takes no means, and DMC\(.*. Use mean_count, mean, weigh"):
             KVCache(model, 20, DMC(), merge=rule)
     with pytest.raises(UsageError, match="merge=mean needs a budget"):
         KVCache(model, merge="mean")

@@ -102,7 +102,7 @@ def test_rollback_too_far_is_refused_and_changes_nothing(attached_model: Models,
         read(model, cache, ids[:, :20], 20)
         read(model, cache, ids[:, 20:], 1)
         before = held(cache)
-        with pytest.raises(UsageError, match=f"rollback of {allowed + 1} tokens reaches past what layer 0"):
+        with pytest.raises(UsageError, match=f"rollback of {allowed + 1} tokens is more than layer 0"):
             cache.rollback(allowed + 1)
         assert held(cache) == before
         assert cache.next_positions == [45]

@@ -101,7 +101,7 @@ def test_what_is_not_known_or_does_not_fit_is_refused(attached_model: Models, te
     windlass.prefill(model, cache, ids.tolist())
     with pytest.raises(UsageError, match=r"this cache has sinks=4"):
         KVCache(model, **LIMITS).set_sinks(3)
-    with pytest.raises(UsageError, match="sinks must be a whole number from 0, or 'system'; got 'all'"):
+    with pytest.raises(UsageError, match="sinks must be a whole number from 0, or 'system', got 'all'"):
         KVCache(model, sinks="all")
     with pytest.raises(UsageError, match="of which a layer keeps"):
         KVCache(model, sinks="system", policy="pyramid(key_diff)", **LIMITS).set_sinks(18)

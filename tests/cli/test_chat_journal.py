@@ -134,7 +134,7 @@ def test_a_damaged_field_costs_no_line(dialogue: Make, tmp_path: Path):
     saved = conversation.read(file)
     assert (said(saved.turns), saved.skipped) == (said(talk.conversation.turns), 1)
     other = dialogue()
-    assert "; 1 line of the file could not be read" in other.take(saved)
+    assert ", 1 line of the file could not be read" in other.take(saved)
     assert other.cache.tokens == [other.conversation.ids]
 
 
@@ -244,7 +244,7 @@ def test_a_killed_chat_is_offered_again(dialogue: Make, tmp_path: Path, capsys: 
     journal = Journal(folder / "chats", twin.journal.origin)
     offer(journal)
     assert re.fullmatch(
-        r"an unfinished conversation of 2 turns from \d\d:\d\d is there; /resume goes on with it\n",
+        r"an unfinished conversation of 2 turns from \d\d:\d\d is there. /resume continues it\n",
         capsys.readouterr().err.splitlines(keepends=True)[-1],
     )
     other = dialogue(template=None)

@@ -53,7 +53,7 @@ REFUSED = {
         "PolicyError: ByValueNorm(policy=TOVA()) ranks all heads of a layer alike, and each of {} ranks has only some",
     ),
     "merge of all": (Case("llama", {"policy": "tova", "merge": "mean_count"}), "merge mean_count looks for one slot"),
-    "heads": (Case("llama@3"), "has num_attention_heads=15, num_key_value_heads=3, which {} processes cannot share; "),
+    "heads": (Case("llama@3"), "has num_attention_heads=15, num_key_value_heads=3, which {} processes cannot share. "),
     "queries of latents": (Case("minicpm3", {"policy": "h2o"}), "PolicyError: H2O() ranks by queries, and here each"),
     "recall of latents": (Case("minicpm3", {"recall": 8}), "recall=8 picks tokens by queries"),
 }
@@ -216,5 +216,5 @@ def test_an_engine_on_several_ranks_answers_as_in_one_process(
 def test_a_rank_that_dies_ends_the_engine_of_the_other(of_ranks: dict[str, list[Found]]) -> None:
     """No time is told: a rank that went on waiting would have been ended with the test."""
     survivor, *dead = of_ranks["a rank dies"]
-    assert survivor.error == "lost: the engine has stopped; start the server again"
+    assert survivor.error == "lost: the engine has stopped. Start the server again"
     assert dead == [Found()] * len(dead)

@@ -77,7 +77,7 @@ def test_caches_that_read_nothing_again(attached_model: Models, options: dict[st
 def test_beyond_the_trained_length_auto_reads_elsewhere(attached_model: Models) -> None:
     model, own = attached_model("llama_yarn"), texts(31, (300, 290))
     parts = [chunks.encode(model, each) for each in own]
-    with pytest.raises(UsageError, match=r'positions="auto" beyond position 512 .* goes on to 590'):
+    with pytest.raises(UsageError, match=r'positions="auto" beyond position 512 .* continues to 590'):
         joined(model, parts, "first(2)")
     assert joined(model, parts, "first(2)", CacheOptions(positions="original"))[1].recomputed == (300, 301)
 

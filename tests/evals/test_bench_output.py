@@ -182,7 +182,7 @@ def test_forms_that_exclude_each_other(run: Callable[..., Ran]):
     for options, says in (
         (("--json", "--format", "md"), "--json and --format md exclude each other"),
         (("--json", "--ratios"), "--ratios go with --format table or md"),
-        (("--format", "csv"), "--format 'csv' is unknown; use one of: table, md, json"),
+        (("--format", "csv"), "--format 'csv' is unknown. Use one of: table, md, json"),
     ):
         ran = run(*options)
         assert (ran.code, ran.out) == (2, "")
@@ -201,7 +201,7 @@ def test_cells_survive_a_bar():
     shown = table([row("a|b", 1.0)], CONDITIONS)
     assert "a\\|b" in shown
     assert footnote([row("x", 1.0), row("y", 1.0, 2.0)], CONDITIONS).startswith(
-        "t/s: median ± half the interquartile range of 1 or 2 runs, rows in turn;"
+        "t/s: median ± half the interquartile range of 1 or 2 runs, rows in turn."
     )
 
 

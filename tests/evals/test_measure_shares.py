@@ -236,4 +236,4 @@ def test_a_prompt_cache_goes_on_with_its_shares_alone(tmp_path: Path, capsys: py
     assert main(["generate", MODEL, " and", "-n", "3", "--shares", str(others), *fixed]) == 2
     assert "are not those that" in capsys.readouterr().err
     assert main(["generate", MODEL, " and", "--budget", "12", "--shares", str(tmp_path / "none")]) == 2
-    assert "No such file or directory; make it with `windlass calibrate MODEL TEXT --shares" in capsys.readouterr().err
+    assert "No such file or directory. Make it with `windlass calibrate MODEL TEXT --shares" in capsys.readouterr().err

@@ -110,6 +110,8 @@ def test_turns_that_do_not_add_up_are_refused(text: Text, monkeypatch: pytest.Mo
     windlass.attach(model)
     cache, given = KVCache(model), shown(text, TOKENS, STARTS)
     model(given["input_ids"][:, :4], past_key_values=cache)
-    with pytest.raises(UsageError, match="this model does not turn keys by one axis after the other; read text alone"):
+    with pytest.raises(
+        UsageError, match=r"this model does not turn keys by one axis after the other\. Read text alone"
+    ):
         model(**given, past_key_values=cache)
     assert cache.next_positions == [4]

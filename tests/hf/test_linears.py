@@ -192,7 +192,7 @@ def test_the_option_leaves_all_layers_to_pytorch(rows: list[int]) -> None:
     read(model, KVCache(model), tokens(9), 4)
     assert not rows
     assert windlass.attach(model, own_linear=False) is model
-    with pytest.raises(UsageError, match=r"own_linear=True, but the model is attached with False; detach it first"):
+    with pytest.raises(UsageError, match=r"own_linear=True, but the model is attached with False. Detach it first"):
         windlass.attach(model)
     windlass.detach(model)
     windlass.attach(model)

@@ -98,7 +98,7 @@ def assert_clear(error: PromptCacheError, path: Path) -> None:
     message = str(error)
     assert message.startswith(str(path))
     assert "\n" not in message
-    assert ";" in message
+    assert ". " in message
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -156,11 +156,11 @@ def test_a_file_of_another_format_is_refused_by_its_version_alone(
     with safe_open(saved, "pt") as file:
         metadata = file.metadata()
     save_file({"of_another_kind": torch.ones(3)}, path, {**metadata, "contents": "x", "version": str(version)})
-    way_out = "upgrade windlass or make it again" if version > VERSION else "make it again"
+    way_out = "Upgrade windlass. Otherwise: Make it again" if version > VERSION else "Make it again"
     with pytest.raises(PromptCacheError) as caught:
         KVCache.load(path, model)
     assert str(caught.value).startswith(
-        f"{path} has format version {version}, and this windlass reads {VERSION} alone; {way_out} (`windlass cache "
+        f"{path} has format version {version}, and this windlass reads {VERSION} alone. {way_out} (`windlass cache "
     )
     assert_clear(caught.value, path)
 

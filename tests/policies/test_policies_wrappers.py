@@ -154,7 +154,7 @@ def test_a_file_of_a_wrapped_policy_is_read_with_that_policy(
     ("make", "words"),
     [
         (lambda: Smoothed(H2O(), 1.0), "Smoothed: decay must be at least 0 and below 1, got 1.0"),
-        (lambda: Smoothed(InChunks(Smoothed(H2O()))), "is smoothed already; wrap the policy inside"),
+        (lambda: Smoothed(InChunks(Smoothed(H2O()))), "is smoothed already. Wrap the policy inside"),
         (lambda: InChunks(H2O(), 0), "InChunks: size must be at least 1, got 0"),
     ],
 )

@@ -131,7 +131,7 @@ def test_names() -> None:
         ("plain(newest=3)", r"plain takes no numbers"),
         (
             "int2(newest=3)",
-            r"is not a store; use one of: plain, int8, int4 \(did you mean int8\?\); .* int4\(sinks=4, newest=32\)",
+            r"is not a store. Use one of: plain, int8, int4 \(Did you mean int8\?\)\. .* int4\(sinks=4, newest=32\)",
         ),
     ],
 )

@@ -131,5 +131,5 @@ def test_a_benchmark_asks_the_store_for_its_bytes(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_store_that_cannot_hold_the_model_says_so() -> None:
-    with pytest.raises(UsageError, match=r"two channels into a byte, but this model's values have 5; use store int8"):
+    with pytest.raises(UsageError, match=r"two channels into a byte, but this model's values have 5. Use store int8"):
         Int4().bytes_per_token(8, 5, torch.bfloat16)

@@ -148,7 +148,7 @@ def _check_follows(axes: Tensor, is_token: Tensor, is_start: Tensor, low: Tensor
         row, column = is_wrong.nonzero()[0].tolist()
         raise UsageError(
             f"position_ids[:, {row}, {column}] are {axes[:, row, column].tolist()}, but the text of row {row} "
-            f"continues at {int(before[row, column]) + 1}. A picture is read in one pass, and tokens follow one another: "
+            f"continues at {int(before[row, column]) + 1}. A picture is read in one pass, and tokens are consecutive: "
             "leave position_ids out, or use rollback, drop or shift to move the text"
         )
 

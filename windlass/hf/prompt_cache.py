@@ -166,7 +166,7 @@ def _check_version(path: Path, version: str) -> None:
         return
     if not (version.isascii() and version.isdigit() and len(version) < 10 and version[0] != "0"):
         raise InconsistentFile(f"its format version is {shown(version)}")
-    way_out = AGAIN if int(version) < VERSION else f"Upgrade windlass. {AGAIN}"
+    way_out = AGAIN if int(version) < VERSION else f"Upgrade windlass. Otherwise: {AGAIN}"
     raise PromptCacheError(f"{path} has format version {version}, and this windlass reads {VERSION} alone. {way_out}")
 
 

@@ -74,7 +74,7 @@ export function parseFile(bytes) {
 
 export function headerOf(record) {
   const told = jsonOf(record.payload);
-  if (told.version !== VERSION) throw new Error(`The recording has version ${told.version}; this page reads ${VERSION}.`);
+  if (told.version !== VERSION) throw new Error(`The recording has version ${told.version}. This page reads ${VERSION}.`);
   return told;
 }
 
