@@ -280,7 +280,7 @@ CHECKS: dict[str, Callable[[PreTrainedModel, PreTrainedModel, Findings, str], No
     "chunks of": _chunks,
     f"{LONG} tokens": _long,
     f"budget {BUDGET}": _budget,
-    # The last: some wrappers remember the positions of a batch, or those that `generate` gave them.
+    # The last: some wrappers remember the positions of a batch, or the positions that `generate` gave them.
     "ragged rows": _ragged,
     "generate": _generate,
 }

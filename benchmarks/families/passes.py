@@ -60,7 +60,7 @@ def narrowed(rule: Callable[..., Tensor]) -> Iterator[list[int]]:
     masks: dict[str, Any] = AttentionMaskInterface._global_mapping
     own, uses = masks["eager"], list[int]()
 
-    # The arguments are those of transformers' own mask function, passed on as they come.
+    # The arguments of transformers' own mask function, passed on unchanged.
     def mask(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> Any:
         uses.append(1)
         kwargs["allow_is_causal_skip"] = False

@@ -17,7 +17,7 @@ from windlass.evals.speed.measure import Clock
 Line = dict[str, Any]
 Work = Callable[[], object]
 LEAST_ROUNDS, MOST_ROUNDS = 3, 9
-LEAST_S = 0.01  # of what is timed as one: a clock and a wait cost microseconds
+LEAST_S = 0.01  # least time of one sample: a clock and a wait cost microseconds
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing import Any
 
 from peers.shape import Shape, shape_of
 
-# What llama.cpp computes at once by default, and Windlass too.
+# Tokens that llama.cpp and Windlass compute at once by default.
 CHUNK = 512
 
 

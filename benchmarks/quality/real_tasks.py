@@ -16,7 +16,7 @@ from windlass.engine import templates
 from windlass.engine.text import encode
 from windlass.evals import texts
 
-BLOCK = 256  # tokens; the mean loss of a block is one sample of a paired interval
+BLOCK = 256  # tokens. The mean loss of a block is one sample of a paired interval
 STREAM_ROWS, FACT_ROWS, CHATS = 8, 24, 8
 PINNED = 32  # tokens at the start of a novel that stand for a prompt where there is none
 TURNS, REPLY = 16, 24
@@ -45,7 +45,7 @@ class Material:
         for row in range(rows):
             ids = self.novels[row % len(self.novels)]
             room = max(len(ids) - tokens, 0)
-            start = random.Random(f"{part} {row}").randrange(room // 20, room + 1)  # past what precedes a novel
+            start = random.Random(f"{part} {row}").randrange(room // 20, room + 1)  # past the text before a novel
             found.append(ids[start : start + tokens])
         return found
 

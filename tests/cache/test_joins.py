@@ -180,7 +180,7 @@ def test_what_is_rolled_back_was_never_there(
 
     assert_same(rolled_back(fed(30, *(1,) * 8), 5), fed(30, *(1,) * 3))
     assert_same(rolled_back(fed(30, 1, 1, 7), 4), fed(30, 1, 1, 3))
-    if budget is None:  # a chunk of a prompt reads what single tokens would have evicted
+    if budget is None:  # a chunk of a prompt reads tokens that single steps would have evicted
         assert_same(rolled_back(fed(30, 20), HEADROOM), fed(30, 4))
     kept, twin = rolled_back(fed(30, 1, 1, 7), 4), fed(30, 1, 1, 3)
     kept.save(tmp_path / "runs")

@@ -233,7 +233,7 @@ def test_sinks_that_the_window_has_left_behind_give_up_their_slots(
     ids, model = text(40), attached_model("mistral")
     cache = KVCache(model, budget=8, policy=H2O(), sinks=3, window=2)
     read(model, cache, ids, 5)
-    # What no later token can see goes first, at the very step that hides it: 29 = 40 - 11.
+    # Tokens that no later token can see go first, at the very step that hides it: 29 = 40 - 11.
     assert all(min(head) > 29 for head in held(cache))
     distance = torch.arange(11)[:, None] - torch.arange(11)[None]
     truth = masked(plain_model("mistral"), ids[:, :11], distance >= 0)

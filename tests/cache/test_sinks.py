@@ -14,7 +14,7 @@ from tests.helpers.models import Models, Text
 from windlass import KVCache
 from windlass.core.errors import UsageError
 
-SINKS = (13, 0, 9)  # of each row; less than 4 is 4
+SINKS = (13, 0, 9)  # of each row, where less than 4 counts as 4
 LIMITS: dict[str, Any] = {"budget": 24, "window": 5, "chunk": 11}
 CASES: list[dict[str, Any]] = [
     *({"policy": policy} for policy in ("recent", "key_diff", "h2o", "snapkv", "tova", "lag_kv", "key_norm")),

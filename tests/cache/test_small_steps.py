@@ -13,7 +13,7 @@ from windlass.core.step import AttentionCall
 from windlass.policies import H2O, KeyDiff, Policy, Random, Smoothed
 
 DECODE = [policy for policy in POLICIES if not isinstance(policy, Random)] + [Random(keep_prompt=False)]
-"""`Random` otherwise asks what came in several tokens at a time."""
+"""`Random` otherwise depends on the tokens that came in one step."""
 
 
 def both_ways(model: object, ids: Tensor, sizes: list[int], **options: object) -> None:

@@ -88,7 +88,7 @@ def test_a_chat_that_ended_is_not_offered_but_found(dialogue: Make, tmp_path: Pa
     assert said(chat_of(other.journal.found()).turns) == said(talk.conversation.turns)
     other.answer(SECOND)
     other.reset()
-    other.journal.close()  # nothing was said since: what ended before stays
+    other.journal.close()  # no message since: the ended conversation stays
     assert said(chat_of(dialogue().journal.found()).turns) == said(talk.conversation.turns)
     ChatCommands(dialogue()).obey("resume", "no")
     assert journals(tmp_path) == []
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(
     assert len(talk.conversation.turns) == 2
 
 
-# What only a process of its own can show.
+# Tests that need a process of their own.
 
 
 class Terminal:

@@ -115,7 +115,7 @@ def screen(shown: str, columns: int) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-# What only a process of its own can show.
+# Tests that need a process of their own.
 
 
 def environment() -> dict[str, str]:

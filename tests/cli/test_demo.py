@@ -141,7 +141,7 @@ def test_rows_tell_what_the_library_does(
         assert row["bytes_held"] == cache.bytes_held
         assert row["slots"] == min(cache.tokens_seen[0], cache.budget or cache.tokens_seen[0])
         assert row["tokens_per_s"] > 0
-    # What the demo is there to show.
+    # The point of the demo.
     assert [row["is_found"] for row in found["rows"]] == [True, True, False, False, True]
 
 
@@ -169,7 +169,7 @@ def test_rows_of_facts_tell_what_the_evaluation_does(
         assert row.tokens_read == cases[0]["context_tokens"]
         assert min(row.reading_s, row.asking_s, row.bytes_held) > 0
     assert rows[0].recall_bytes == 0 < rows[1].recall_bytes
-    # What the table is there to show.
+    # The point of the table.
     assert [row.asked for row in rows] == [8, 8]
     assert rows[1].found > 6 > 2 > rows[0].found
 
@@ -273,7 +273,7 @@ def test_an_interrupt_shows_the_rows_that_are_done(
     code, out, err = run("--text", str(short))
     assert code == 130
     assert err.endswith("interrupted. These rows are done\n")
-    # A label and an answer are shown as they are, whatever marks they hold.
+    # A label and an answer are shown unchanged, markup included.
     assert {words: out.count(words) for words in shown} == shown
 
 

@@ -120,7 +120,7 @@ def test_the_environment_gives_options(run: Callable[..., Ran], monkeypatch: pyt
     assert (found["store"], found["merge"], found["chunk"], len(found["tokens"])) == ("int8", "mean", 5, 7)
     found = json.loads(run("generate", PROMPT, "--json", "--budget", "16", "-n", "3", "--policy", "h2o").out)
     assert (found["budget"], found["policy"], len(found["tokens"])) == (16, "H2O()", 3)
-    # A prompt cache decides by itself: only what is typed can contradict it.
+    # A prompt cache has its own options: only typed options can contradict it.
     file = str(tmp_path / "file")
     assert run("cache", PROMPT, "--prompt-cache", file, "--budget", "20", "--policy", "h2o").code == 0
     found = json.loads(run("generate", "and", "--prompt-cache", file, "--json").out)

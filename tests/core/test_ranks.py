@@ -23,7 +23,7 @@ PER_HEAD = (
     *("random", "snapkv", "key_norm", "key_diff", "lag_kv", "leverage", "compactor", "r_kv", "expected_attention"),
     *("tri_attention", "kvzip", "in_groups(h2o)", "linear_scorer(FILES/scorer)"),
 )
-# One ranking for all heads, or all layers: by what all ranks know, or with one all-reduce.
+# One ranking for all heads, or all layers: computed on each rank, or with one all-reduce.
 SHARED = ("recent", "tova", "pyramid(tova)")
 OTHERS = {
     "compact": Case("llama", {"policy": "h2o", "positions": "compact"}),

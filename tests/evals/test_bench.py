@@ -73,7 +73,7 @@ def test_lists_make_every_combination():
 def test_one_clear_line_for_what_is_wrong(
     run: Callable[..., Ran], arguments: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
 ):
-    # Weights take a minute: what is wrong must show before.
+    # Weights take a minute: errors must show before.
     monkeypatch.setattr(bench, "random_model", Mock(side_effect=AssertionError))
     ran = run(*arguments)
     assert (ran.code, ran.out) == (2, "")
@@ -88,7 +88,7 @@ def test_layers_are_for_shapes(capsys: pytest.CaptureFixture[str]):
 
 def test_memory_that_will_not_suffice_is_told(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench, "free_bytes", Mock(return_value=500_000))
-    # Weights 130,440; a cache 1.5 x 1,008 slots x 192 bytes; so one fits and two do not.
+    # Weights take 130,440 bytes, a cache 1.5 x 1,008 slots x 192 bytes: one fits, two do not.
     assert run("-p", "0", "-n", "8", "-d", "1000").code == 0
     ran = run("-p", "0", "-n", "8", "-d", "1000,1000")
     assert ran.code == 2
@@ -227,7 +227,7 @@ def test_an_interrupt_shows_what_was_measured(run: Callable[..., Ran], monkeypat
 
 def test_a_terminal_gets_a_bar(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
     assert run("-p", "9", "-n", "2").err == ""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what makes a pipe a terminal for Rich
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes a pipe a terminal for Rich
     ran = run("-p", "9", "-n", "2")
     for line in ("warming up pp9", "warming up tg2", "timing pp9", "timing tg2"):
         assert line in ran.err

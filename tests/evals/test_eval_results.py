@@ -93,7 +93,7 @@ def test_a_file_is_gone_on_with(path: Path):
     results = open_results(path, {**HEADER, "date": "later", "torch": "2.10", "windlass": "0.2.0"})
     assert [each.model_dump() for each in results.cases.values()] == [case(0), case(1), case(2, score=0.0)]
     before = path.read_text()
-    results.add(read([case(1, seconds=9.9), case(3)]))  # what is there is not there twice
+    results.add(read([case(1, seconds=9.9), case(3)]))  # no case is there twice
     assert path.read_text() == before + json.dumps(case(3), ensure_ascii=False) + "\n"
 
 

@@ -74,7 +74,7 @@ def test_a_full_cache_finds_the_key_and_a_window_does_not(run: Callable[..., Ran
         assert line["bytes_full"] == line["context_tokens"] * SLOT
         assert line["slots_held"] == (line["context_tokens"] if line["budget"] is None else 32)
         assert line["turn"] is None
-    # 16 slots are kept free; one row of positions is shared by a layer's heads. The record of the last step counts.
+    # 16 slots stay free. One row of positions is shared by a layer's heads. The record of the last step counts.
     slots = 48 * (SLOT + 4 * 4)
     assert all(slots < line["bytes_held"] < 1.01 * slots for line in found if line["budget"])
     # Both saw the same texts.
@@ -255,7 +255,7 @@ def test_a_text_is_predicted_as_transformers_does(model: PreTrainedModel, tokeni
     assert full.nll == pytest.approx(float(nll), rel=1e-5)
     assert full.kl == pytest.approx(0.0, abs=1e-9)
     assert cache.layers[0].table.occupancy_bound == len(ids) - 1
-    # A cache of 40 slots, fed by hand; one that has seen less than the full one.
+    # A cache of 40 slots, fed by hand, which has seen less than the full one.
     cache = cache_of(model, setting(budgets="40"), 40, False)
     small = predicted(model, cache, ids, windlass.KVCache(model))
     alone = windlass.KVCache(model, 40, windlass.policies.Recent())

@@ -162,7 +162,7 @@ def test_the_driver_dies_and_the_run_is_gone_on_with(tmp_path: Path) -> None:
         finally:
             driver.kill()
             driver.wait()
-    # Two helpers of Ray's take a minute to see that it has gone; what computes does not.
+    # Two helpers of Ray's take a minute to see that it has gone. Workers do not.
     assert soon(lambda: not is_alive(workers[0]), 60)
     for each in started:
         with suppress(ProcessLookupError):

@@ -85,7 +85,7 @@ def test_refuses_to_move_what_is_stored(
     fed(model, cache, text(20), 20)
     with pytest.raises(windlass.UsageError, match=why):
         edit(cache)
-    # What it can do: free tokens before the end, which leaves the others where they are.
+    # It can free tokens before the end, which leaves the others where they are.
     cache.drop(3, 9)
     cache.keep(1, 20)
     other = windlass.KVCache(model)

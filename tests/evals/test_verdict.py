@@ -55,7 +55,7 @@ def test_the_fewest_bytes_that_keep_the_score(file: Path) -> None:
 
 
 def test_what_chance_could_have_made_is_said(file: Path) -> None:
-    # Five texts of ten that one finds and the other does not are not enough; six are.
+    # Five texts of ten that one finds and the other does not are not enough. Six are.
     lines = whole(*[1.0] * 10) + scored("KeyDiff()", [1.0] * 10) + scored("H2O()", [0.0] * 5 + [1.0] * 5)
     found = verdict(cases(file, *lines, *scored("Recent()", [0.0] * 6 + [1.0] * 4)))
     assert found.endswith(". The worst, recent, loses 60 points. 10 texts do not tell h2o from it.")

@@ -13,7 +13,7 @@ from windlass.cli.app import app
 from windlass.cli.measure_options import RAY
 from windlass.cli.options import BareOptionCommand
 
-# What a command needs beside the option that is tried.
+# Arguments that a command needs beside the tested option.
 WORKING = {
     "generate": "{model} hi",
     "chat": "{model}",
@@ -28,7 +28,7 @@ WORKING = {
 NO_NUMBERS = ("x", "", "1,5", "½")
 NO_WHOLE_NUMBERS = ("nan", "1.5")
 
-# command, options, a regular expression of what the line says
+# command, options, a regular expression for the error
 NUMBERS = [
     ("generate", "--budget 0", "budget must be from 1 to 1073741824, got 0"),
     ("generate", "--budget -3", "budget must be from 1"),

@@ -83,7 +83,7 @@ def test_positions_that_a_wrapper_counts_by_the_mask(family: str, text: Text) ->
         )
         assert error(ours[:1], alone[0]) <= TOLERANCE
         assert error(ours[1:, 16:], alone[1]) <= TOLERANCE
-    for other in (torch.ones(2, 46), torch.ones(2, 47)):  # padding is now a token; a column too many
+    for other in (torch.ones(2, 46), torch.ones(2, 47)):  # padding is now a token, or there is a column too many
         with pytest.raises(UsageError, match="attention_mask"):
             model(ids[:, :1], attention_mask=other, past_key_values=cache)
     assert cache.next_positions == [45, 29]

@@ -240,7 +240,7 @@ def test_codes_of_torchao_are_read_where_they_are(rows: list[int], dtype: torch.
             own: Any = module.weight
             if weights == "int8":
                 worth = own.qdata.double() * own.scale.double()
-            else:  # tests/kernels/test_linear.py compares this with what PyTorch packs
+            else:  # tests/kernels/test_linear.py compares this with PyTorch's packed weights
                 block = PACKED_BLOCKS[torch.backends.cpu.get_cpu_capability()]
                 worth = GroupCodes(own.qdata, own.scale_and_zero, own.block_size[1], block, len(own.qdata)).floats(
                     torch.float64

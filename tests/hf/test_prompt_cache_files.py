@@ -181,7 +181,7 @@ def test_a_write_that_fails_halfway(
         raise failure
 
     monkeypatch.setattr(prompt_cache, "save_file", half)
-    cache.drop(3, 5)  # what is saved now is something else
+    cache.drop(3, 5)  # the saved cache now differs
     wanted = PromptCacheError if isinstance(failure, OSError) else KeyboardInterrupt
     with pytest.raises(wanted) as caught:
         cache.save(path)

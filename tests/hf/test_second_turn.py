@@ -52,7 +52,7 @@ def test_a_text_that_does_not_go_on_is_refused(options: dict[str, Any], attached
     says = f"token 13 of row 0 is {int(other[0, 13])}, and was {int(first[0, 13])}. {WAY_OUT}"
     refused(model, cache, says, other)
     refused(model, cache, says, inputs=other)
-    # What goes on, goes on.
+    # A text that continues the old one is read.
     longer = torch.cat((first, text(4, seed=3)), 1)
     again = model.generate(longer, past_key_values=cache, **RUN)
     assert again[:, :22].tolist() == longer.tolist()

@@ -120,7 +120,7 @@ def test_a_quantised_model_is_told_apart_and_its_bytes_are_those_it_holds() -> N
         "int8": 96 * 192 + 96 * 4 + 96,  # codes, scales, and torchao's zero points of zero
         "int4": 96 * 192 // 2 + 96 * (192 // 64) * 2 * 4,  # codes, scales and zero points
     }
-    # A head of codes is read beside the embedding; a shared one is the embedding.
+    # A head of codes is read beside the embedding. A shared one is the embedding.
     embedding = models["auto"].model.embed_tokens.weight.nbytes
     everything = sum(map(stored_bytes, models["int8"].parameters()))
     assert weight_bytes(models["int8"]) == everything - embedding

@@ -15,7 +15,7 @@ import windlass as typed
 from tests.helpers.models import MODEL, Models, Text, read
 from windlass import UsageError
 
-windlass: Any = typed  # so that no type checker refuses what is tested here
+windlass: Any = typed  # so that no type checker refuses these tests
 KVCache, CacheOptions, Sampling = windlass.KVCache, windlass.CacheOptions, windlass.Sampling
 SelfExtend, Int8 = windlass.positions.SelfExtend, windlass.stores.Int8
 MOST = 2**30

@@ -169,7 +169,7 @@ def test_every_policy_is_named_and_public() -> None:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and "score" in {getattr(each, "name", "") for each in node.body}:
                 found.setdefault(path.stem, []).append(node.name)
-    del found["base"], found["calls"]  # made by nobody: what a policy is, and what sums one over processes
+    del found["base"], found["calls"]  # not policies themselves: the contract, and calls under tensor parallelism
     assert [kind.__name__ for kind in WRAPPERS.values()] == found.pop("wrappers")
     assert {name: [kind.__name__] for name, kind in (NAMES | FROM_FILES).items()} == found
     for name, kind in (NAMES | WRAPPERS | FROM_FILES).items():

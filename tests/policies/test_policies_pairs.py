@@ -146,7 +146,7 @@ def test_slots_know_their_tokens_whatever_happens_to_them(attached_model: Models
     other[:, :3] = ids[:, 30:33]
     read(model, cache, other, 8)
     cache.rollback(5)  # a part of the step, which is taken again
-    assert_known(cache, ids)  # before the policy evicts what it knows wrongly
+    assert_known(cache, ids)  # before the policy evicts tokens with wrong state
     read(model, cache, ids[:, 33:50], 1)
     assert_known(cache, ids)
     cache.save(tmp_path / "cache")

@@ -82,7 +82,7 @@ def test_smoothed(decay: float) -> None:
         slots.state["given"].add_(torch.randn(slots.positions.shape, generator=torch.Generator().manual_seed(step)))
         past.append(slots.state["given"][row, head, order].tolist())
         if step == 1:
-            for name in ("smoothed", "weight"):  # what a layer does when it writes a token
+            for name in ("smoothed", "weight"):  # as a layer does when it writes a token
                 slots.state[name][row, head, order[2]] = 0.0
         score = policy.score(slots)[row, head, order]
         for i in range(len(order)):

@@ -124,7 +124,7 @@ SENT_BACK: list[tuple[dict[str, Any], str]] = [
         {"content": [{"type": "tool_use", "name": "clock", "input": {}}], "tool_calls": [{"function": function()}]},
         '<clock {"zone": "CET"}>',
     ),
-    # Arguments that are no object of JSON are handed on as they are, so that no call poisons what follows it.
+    # Arguments that are no JSON object are passed on unchanged, so that no call poisons later ones.
     ({"tool_calls": [{"function": function(arguments={"zone": "CET"})}]}, '<clock {"zone": "CET"}>'),
     ({"tool_calls": [{"function": function(arguments="{zone: CET")}]}, '<clock "{zone: CET">'),
     ({"tool_calls": [{"function": function(arguments='["CET"]')}]}, '<clock "[\\"CET\\"]">'),

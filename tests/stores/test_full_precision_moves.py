@@ -17,7 +17,7 @@ from windlass.cli.options import LoadOptions
 from windlass.cli.session import open_session
 from windlass.policies import KeyDiff, Policy, Recent, Slots
 
-# Without a budget no policy is asked: what is left of it is whether its heads share their positions.
+# Without a budget no policy ranks tokens, but it still decides whether heads share positions.
 STATELESS = [(policy, 14) for policy in POLICIES if not (policy.needs.state or policy.needs.statistics)]
 
 

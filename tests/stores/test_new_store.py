@@ -111,7 +111,7 @@ def test_one_line_makes_it_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_bytes_per_token(store: Store, dtype: torch.dtype, expected: int) -> None:
     assert store.bytes_per_token(10, 6, dtype) == expected
-    # Slots are what grows with the text: 30 more of them, in 2 rows and 3 heads, take so much more.
+    # Only slots grow with the text: 30 more of them, in 2 rows and 3 heads, take so much more.
     sizes = []
     for slots in (20, 50):
         own = store.fresh(None)

@@ -66,7 +66,7 @@ def packed_codes(store: LowBit, numbers: list[float]) -> tuple[Tensor, Tensor]:
 def test_codes_worked_by_hand() -> None:
     codes, scale = packed_codes(Int4(), [4.0, -1.0, 0.3, 3.5])
     assert scale.tolist() == [-0.5]  # the extreme, 4, is the lowest code, -8
-    # codes -8, 2, -1 (of -0.6) and -7; plus 8: 0, 10, 7 and 1; channel 0 shares its byte with channel 2
+    # codes -8, 2, -1 (of -0.6) and -7, plus 8: 0, 10, 7 and 1. Channel 0 shares its byte with channel 2
     assert codes.tolist() == [0 | 7 << 4, 10 | 1 << 4]
     codes, scale = packed_codes(Int8(), [-64.0, 63.9, 0.26, 1.0, 5.0])
     assert scale.tolist() == [0.5]

@@ -46,7 +46,9 @@ def test_a_saved_cache_goes_on_as_if_never_interrupted(
 def test_a_file_has_its_own_key_means(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
     seam = attached(model)
     KVCache(model, store="int4")  # measures them
-    seam.key_means = [None if mean is None else mean + 1 for mean in seam.key_means or []]  # not what is measured
+    seam.key_means = [
+        None if mean is None else mean + 1 for mean in seam.key_means or []
+    ]  # differs from the measured means
     cache = KVCache(model, store="int4")
     read(model, cache, text(30), 30)
     cache.save(tmp_path / "file")
