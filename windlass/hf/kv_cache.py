@@ -253,10 +253,16 @@ class KVCache(ModelCache):
     ) -> KVCache:
         """Load a cache that `save` wrote. Continuing it gives the same results as without the interruption.
 
-        `policy`, as a policy or its name, is needed only if the file's policy is not one of Windlass. The whole file
-        is validated before any of it is used, so an untrusted file is safe to load. `recall_folder` is that of
-        `KVCache`: the file's evicted tokens go there. The model runs for one token to compare shapes. With a
-        `tokenizer`, a file made with another chat template causes a warning. The cached text is not changed.
+        `policy`, as a policy or its name, is needed only if the file's policy is not one of Windlass.
+        `recall_folder` is that of `KVCache`: the file's evicted tokens go there. The model runs for one token to
+        compare shapes. With a `tokenizer`, a file made with another chat template causes a warning. The cached text is
+        not changed.
+
+        The file cannot run code or name another file. Its header, checksum, model and tensors are checked before the
+        cache is made: names, shapes, dtypes and the memory of the cache, finite numbers, token ids of the vocabulary,
+        and positions within the text. The checksum finds damage and not forgery. Nothing checks that keys, values and
+        states belong to the token ids, so a forged file can steer the model's output like a prompt. The state of a
+        wrapper or of your own policy may have any numbers.
 
         Raises: PromptCacheError, naming the file, if it is missing, damaged, of another format, or made with another
         model or policy. UsageError if the model is not attached.
