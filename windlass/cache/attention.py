@@ -293,7 +293,7 @@ def _let_go(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The slots whose tokens were joined, with the tokens' positions or EMPTY: older slots, then those just written."""
     order, back = _text_order(positions)
-    joins = _columns((joins > 0) & (positions >= 0)[:, None], order)  # of a step that was cut, some are padding now
+    joins = _columns((joins > 0) & (positions >= 0)[:, None], order)  # a step that was cut has padding now
     newest, _ = _newest(slots, positions)
     before = slots.gather(-1, newest).where(joins[..., :1], EMPTY)
     own = positions[:, None].expand_as(written).to(slots.dtype)

@@ -332,7 +332,7 @@ class TextCache(CacheState):
                 after = after.told(how.token_ids)
         for state in self.recurrent:
             state.settle(step)
-        self.text = Text(after, latest=step)  # from here on the pass has happened
+        self.text = Text(after, latest=step)  # the pass is committed here
         if self._fused is None or not self._fused.took(step):
             for layer in self.layers:
                 layer.commit()
@@ -350,7 +350,7 @@ class TextCache(CacheState):
         assert step is not None, "an edit while a pass was running"
         if now.pending is None and (
             step.is_second_pass or step.is_rewrite
-        ):  # it has happened: layers that are committed can't undo it
+        ):  # the pass is done: committed layers cannot undo it
             for its in self.layers:
                 its.commit()
             return

@@ -79,7 +79,7 @@ def shared_budgets(
     rest = table[1:].flatten()
     if wanted >= int((rest > -torch.inf).sum()):
         return [limits.budget] * len(scores)
-    # Of equal ones the earlier rank wins, then the lower layer.
+    # Among equal scores the earlier rank wins, then the lower layer.
     kept = rest.sort(descending=True, stable=True).indices[:wanted] % len(scores)
     return [protected + 1 + number for number in kept.bincount(minlength=len(scores)).tolist()]
 
@@ -95,7 +95,7 @@ def cut_to_budget(cache: CacheState) -> None:
         layer.forget_steps(0)
         was = layer.rules
         layer.rules = replace(was, limits=limits, budget=limits.budget)
-        # A group of heads may have more slots than before, where the window that each protects is smaller now.
+        # A group of heads may have more slots than before if its protected window is smaller now.
         layer.use_sliding_window(was.sliding_window, was.attention_chunk)
         if was.is_whole_window and not layer.rules.is_whole_window:
             _restore_policy(layer)

@@ -24,7 +24,7 @@ from windlass.stores.formats import Plain
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 15, 3, 8, 6
 LIMITS = Limits(budget=12, sinks=2, window=3, chunk=7, rollback=0)
-MAX_ID = 97  # of the token ids of a step
+MAX_ID = 97  # highest token id of a step
 INTERFACES = (OneShot, Budgeter, ModelSpecific, Initializer, Recency)
 # Tokens of each of two rows in every step: whole and ragged chunks, an idle row, then decode.
 STEPS = ((7, 7), (4, 7), (7, 0), (5, 3), *((1, 1),) * 6, (0, 1), (1, 0), (7, 5), (1, 1))

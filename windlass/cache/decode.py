@@ -72,7 +72,7 @@ class LayerStep(NamedTuple):
         The lengths of rows do not tell: the slots of one row may hide how many tokens another one has lost. A row
         without evicted tokens recalls none.
         """
-        # A graph serves steps before and after the first eviction: until then all that it finds is in slots. The step
+        # A graph serves steps before and after the first eviction: until then all tokens are in slots. The step
         # that comes before a graph is recorded recalls as well, so that all kernels are there.
         is_recorded = self.step.is_captured or self.step.graph_headroom > 0
         recall = self.table.recall
@@ -133,7 +133,7 @@ class KernelHandle(NamedTuple):
     """A kernel, and all that it was prepared for: it serves steps for which all of that is the same."""
 
     kernel: "Decode"
-    retention: Retention | None  # that the kernel sees to
+    retention: Retention | None  # done by the kernel
     end: int  # of the longest text
     tensors: tuple[ReferenceType[Tensor], ...]  # weak: a tensor that its layer or rotary drops must be freed
     rules: LayerConfig
@@ -322,7 +322,7 @@ def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]
     initial = initial_state(asked.rules.policy, asked.layer, asked.heads, queries, keys)
     for name, tensor in zip(asked.table.state, done.state, strict=True):
         if name in initial:
-            tensor.scatter_(-1, done.written, initial[name])  # of padding to a slot that stays free
+            tensor.scatter_(-1, done.written, initial[name])  # for padding, into a slot that stays free
     return initial | asked.remembered()
 
 
@@ -362,7 +362,7 @@ def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | No
     held: tuple[Tensor, ...] | None = table.store.in_place()
     if held is None:
         return None
-    # The positions of a recall store are another tensor whenever its memory is another.
+    # A recall store with new memory has a new tensor of positions.
     held = held if table.recall is None else (*held, table.recall.positions)
     return held if rotary is None else (*held, *rotary.built.get(torch.float32, ()))
 

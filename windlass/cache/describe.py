@@ -148,7 +148,7 @@ def describe(cache: CacheState) -> str:
     return "\n".join(lines)
 
 
-MAX_ROWS: Final = 6  # of a batch, that are told one by one
+MAX_ROWS: Final = 6  # rows of a batch that are described one by one
 
 
 def facts(cache: CacheState) -> dict[str, str]:

@@ -89,7 +89,7 @@ def shifted(row: RowState, start: int, end: int, by: int) -> tuple[Picture, ...]
             )
         if picture.start >= start:
             first, stop = picture.start + by, picture.stop + by
-        else:  # of one that was dropped, the tokens behind it may take the positions
+        else:  # tokens behind a dropped picture may take its positions
             first, stop = min(picture.start, start + by), min(picture.stop, start + by)
         moved.append(Picture(max(first, 0), max(stop, 0), picture.offset))
     return tuple(moved)
@@ -143,7 +143,7 @@ def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
     counts = [whole_number("rollback's tokens", one, 0, MAX_NUMBER) for one in each]
     if len(counts) != cache.batch_size:
         raise UsageError(f"rollback takes one number, or one for each of {cache.batch_size} rows, got {len(counts)}")
-    # A row that fed fewer tokens (it had finished) can't give more than it has.
+    # A finished row fed fewer tokens, and cannot give back more.
     for row, (count, end) in enumerate(zip(counts, cache.next_positions, strict=True)):
         if count > end:
             raise UsageError(f"rollback of {count} tokens, but row {row} stands at position {end}")

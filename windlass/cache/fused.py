@@ -257,7 +257,7 @@ class FusedDecode:
             for log in state.logs:
                 history = history.with_record(self._record(layer, number, log, states))
             evicts = layer.budget is not None and self._held[number] + state.taken > layer.budget
-            # No record may tell any more that tokens were evicted.
+            # No record may mention evicted tokens any more.
             layer.history = history._replace(has_evicted=history.has_evicted or evicts)
             table.occupancy_bound = self._held_after(number, state.taken)
             if table.recall is not None:

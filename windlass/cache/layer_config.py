@@ -62,7 +62,7 @@ class Layer(ABC):
         """Overwrite row `target` with row `source`. Earlier steps can't be rolled back after it."""
 
 
-GROWTH: Final = 64  # slots of an unbounded layer grow by half, and to a multiple of this
+GROWTH: Final = 64  # slots of an unbounded layer grow by half, up to a multiple of this
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def nearest_target(candidates: MergeCandidates) -> SlotIndex:
     Where the policy ranks all heads of a row alike, the mean cosine over the heads decides.
     """
     count = max(1, candidates.is_target.shape[-1] - candidates.evicted.shape[-1])  # no more slots are held
-    # Flipped, because of tokens that share a position the newest lies in the highest slot.
+    # Flipped: among tokens at one position the newest lies in the highest slot.
     flipped = candidates.positions.where(candidates.is_target, -1).flip(-1)
     positions, order = flipped.sort(dim=-1, descending=True, stable=True)
     order = flipped.shape[-1] - 1 - order
@@ -234,7 +234,7 @@ class Merge(ABC):
         return self.name + (f"({', '.join(words)})" if words else "")
 
 
-MIN_WEIGHT: Final = 1e-30  # weights are divided by, and that of a free slot is 0
+MIN_WEIGHT: Final = 1e-30  # least divisor, as a free slot has weight 0
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from windlass.core.fields import Option, check_fields, declared, labels_of
 from windlass.core.files import check_folder
 from windlass.core.parse import AUTO, DEFAULT_SINKS, HALF, MAX_NUMBER, NO_MERGE, NO_RECALL, NO_SHARES, PAGE, SYSTEM
 
-if TYPE_CHECKING:  # the annotations of fields are not read at run time, where names are taken in the place of objects
+if TYPE_CHECKING:  # for type checkers only: at run time fields accept names instead of objects
     from pathlib import Path
 
     from windlass.cache.merging import Merge
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the annotations of fields are not read at run time, where n
     from windlass.positions.modes import PositionMode
     from windlass.stores.base import Store
 
-    HalfOrCount = int  # as it is held: half of the budget may be given as a word
+    HalfOrCount = int  # the number in use: `half` of the budget may be given as a word
 
 DEFAULT_RECALL_STORE: Final = "int4"
 MAX_DEFAULT_WINDOW: Final = 64

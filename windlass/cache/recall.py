@@ -41,7 +41,7 @@ from windlass.stores.base import Parts, Store
 PIECE: Final = 1024  # tokens of the first segment
 
 
-RECALL: Final = "recall."  # begins the names of a recall store's tensors, among all of a layer's
+RECALL: Final = "recall."  # prefix of the names of a recall store's tensors
 POSITIONS: Final = "positions"
 
 
@@ -250,7 +250,7 @@ class PageDigests:
 TOKEN_INDEX: Final = "recall_index"  # state: the number of tokens written to the row before that of the slot
 CANDIDATES: Final = 256  # pages with the best digests, scored token by token. A larger recall takes more
 DISTANCE: Final = 128  # distance at which queries score all tokens
-MOVED: Final = 4096  # tokens that are taken over at once
+MOVED: Final = 4096  # tokens that are moved at once
 DECIDING: Final = 16  # the newest queries of a step choose the tokens that all of its queries recall
 
 
@@ -301,7 +301,7 @@ class RecallStore:
             self.lengths = (0,) * keys.shape[0]
         ends = tuple(map(operator.add, self.lengths, counts))
         parts = self.codec.parts_of(keys, values)
-        self._grow(max(1, *ends), parts)  # the first pass may have padding alone
+        self._grow(max(1, *ends), parts)  # the first pass may have only padding
         is_token = positions >= 0
         index = (self.ends[:, None] + is_token.cumsum(1) - 1).where(is_token, NOWHERE)
         self._put(index, parts, positions)
@@ -535,7 +535,7 @@ class RecallStore:
         is_token, before = index >= 0, self.ends.clone()
         written = positions.to(torch.int32).where(is_token, EMPTY)
         self.positions.scatter_reduce_(1, index.clamp(min=0), written, "amax")  # EMPTY is below all positions
-        self._ended = None  # until the host knows, too
+        self._ended = None  # until the host knows it
         self._ends.add_(is_token.sum(1))
         self.digests.write(before, self._ends, index.shape[1], next(iter(parts.values())).shape[1])
 

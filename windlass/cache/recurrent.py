@@ -28,7 +28,7 @@ class RecurrentLayer(Layer):
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._copies: dict[str, Tensor] = {}  # kept from pass to pass: their memory is taken once
+        self._copies: dict[str, Tensor] = {}  # reused in each pass, so that memory is allocated once
         self.before: PriorState | None = None
 
     @abstractmethod
@@ -51,7 +51,7 @@ class RecurrentLayer(Layer):
 
     def protect(self, step: Step) -> None:
         """Copy the state before `step` changes it. An earlier step can't be rolled back after it."""
-        self.before = None  # first: an interrupt may leave half a copy
+        self.before = None  # cleared first, as an interrupt may leave half a copy
         states = self.tensors()
         if any(name not in self._copies or self._copies[name].shape != state.shape for name, state in states.items()):
             self._copies = {name: torch.empty_like(state) for name, state in states.items()}

@@ -74,7 +74,7 @@ class CacheState:
         self.model_id, self.options, self.rotaries, self.device = model_id, options, rotaries, device
         self.text = Text(RowTable.at_start(options.batch))
         self._layers, self._by_layer = list[SlotLayer](), list[HeadGroups]()
-        self._fused: FusedDecode | None = None  # decode steps of which the layers do not know yet
+        self._fused: FusedDecode | None = None  # decode steps that are not yet in the layers' histories
         self.next_pass = READ
 
     @property

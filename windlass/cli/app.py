@@ -65,7 +65,7 @@ def evaluate(
         from windlass.evals.task import budget_of
 
     for budget in parse_list("--budgets", lists.budgets, lambda part: budget_of("--budgets", part).slots):
-        CacheOptions(budget=budget)  # better refused now than at the first text
+        CacheOptions(budget=budget)  # checked now rather than at the first text
     options = EvalOptions(
         model=model,
         lists=ListOptions(lists.tasks, lists.lengths, lists.of_cache, lists.depth),
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _failed(f"{error.filename or 'the output'}: {error.strerror}")
     except (MemoryError, RuntimeError) as error:
-        # torch tells that memory is out in a message only.
+        # torch reports a lack of memory only by its message.
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
         return _failed("there is not enough memory for this. Lower --budget or --chunk, or use a smaller model")

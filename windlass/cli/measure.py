@@ -70,7 +70,7 @@ def bench(request: BenchRequest, output: Path | None, form: OutputFormat, clock:
     """
     if output is not None:
         check_regular(output, "-o")
-        _append(output, "")  # better refused now than after the run
+        _append(output, "")  # checked now rather than after the run
     with loading():
         benchmark = Benchmark(request)
     code = 0
@@ -330,7 +330,7 @@ def executor_of(options: EvalOptions, asked: RayArguments, note: Callable[[str],
         yield RayExecutor(options, asked.workers, note)
 
 
-EVAL_SPEED_S: Final = 3600.0  # of the newest cases, whose speed tells the time that is left
+EVAL_SPEED_S: Final = 3600.0  # window of cases whose speed gives the remaining time
 TUNE_SPEED_S: Final = 600.0
 
 

@@ -23,7 +23,7 @@ from windlass.core.fields import field_info
 from windlass.core.files import BYTE_ORDER_MARK
 from windlass.core.parse import DEVICES, DTYPES, WEIGHTS, check_dtype, check_weights, did_you_mean, gpu_number
 
-Unset = frozenset[str]  # of a command: the names of its parameters that nobody typed, but the environment gave
+Unset = frozenset[str]  # names of a command's parameters that came from the environment
 
 
 def expanded(command: Callable[..., int]) -> Callable[..., int]:

@@ -439,7 +439,7 @@ def _started(session: Session, ids: list[int], path: Path) -> tuple[Path, KVCach
                 recall_folder=cache.options.recall_folder,
                 tokenizer=session.tokenizer,
             )
-        except WindlassError:  # another file, which is written anew
+        except WindlassError:  # another file, which will be replaced
             continue
         read = found.tokens_seen[0] - before
         is_alike = found.options.labels() == cache.options.labels() and found.options.shares == cache.options.shares

@@ -67,7 +67,7 @@ def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  # P
 
 
 HUB_IS_QUIET = "HF_HUB_DISABLE_PROGRESS_BARS"  # read when huggingface_hub is imported, which is later
-# A note is said from many places, to which how loud a command is would have to be told.
+# A context variable, because notes come from many places.
 _QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
 
 
@@ -132,7 +132,7 @@ class Bar:
         self.done, self.total, self._latest = done, total, time.perf_counter()
         self._progress.update(self._task, completed=done, total=total)
         if done == total:
-            # The text that follows must not be drawn over by the bar's own thread.
+            # The bar's own thread must not overwrite the text that follows.
             self._progress.stop()
 
     @property

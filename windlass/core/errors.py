@@ -43,7 +43,7 @@ class WindlassWarning(UserWarning):
 
 
 BUILTIN = (str, bytes, Real, list, tuple, dict, set, type(None))
-MAX_SHOWN = 60  # signs of a value in an error
+MAX_SHOWN = 60  # characters of a value in an error
 
 
 def shown(value: object) -> str:

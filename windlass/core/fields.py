@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from windlass.core.errors import UsageError, real_number, whole_number
 
-KEY: Final = "option"  # of a field's metadata
+KEY: Final = "option"  # key of the option in a field's metadata
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Option:
         return number
 
 
-def declared(option: Option) -> Any:  # of the type that the field is annotated with
+def declared(option: Option) -> Any:  # the type of the annotated field
     """The field of a dataclass that `option` declares."""
     return field(default=option.default, metadata={KEY: option})
 

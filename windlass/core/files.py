@@ -13,9 +13,9 @@ from uuid import uuid4
 
 from windlass.core.errors import UsageError
 
-MAX_BYTES: Final = 2**28  # of a text, a file of results or a policy: far more than anybody needs, and held in memory
+MAX_BYTES: Final = 2**28  # limit of a text, a file of results or a policy, all read into memory
 BYTE_ORDER_MARK: Final = "\ufeff"  # some editors put it before a UTF-8 text, of which it is no part
-WRITER_SECONDS: Final = 2.0  # to wait for somebody who writes into a named pipe
+WRITER_SECONDS: Final = 2.0  # timeout for a writer of a named pipe
 
 
 def read_text(file: Path, what: str) -> str:
@@ -33,7 +33,7 @@ def read_bytes(path: Path, what: str) -> bytes:
     """
     mode = check_readable(path, what)
     try:
-        # Without O_NONBLOCK, to open a pipe would wait for a writer, who may never come.
+        # Without O_NONBLOCK, opening a pipe waits for a writer, perhaps for ever.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if stat.S_ISFIFO(mode):
                 select.select([file], [], [], WRITER_SECONDS)

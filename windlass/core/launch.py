@@ -45,7 +45,7 @@ class Launch:
         return self.number == 0
 
 
-MARK: Final = "TORCHELASTIC_RUN_ID"  # which torchrun sets, and who starts ranks by hand does not
+MARK: Final = "TORCHELASTIC_RUN_ID"  # set by torchrun, but not by users who start ranks by hand
 LOOK_S: Final = 1.0
 GRACE_S: Final = 30.0  # as torchrun itself gives its ranks
 

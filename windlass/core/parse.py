@@ -19,7 +19,7 @@ from windlass.core.files import read_bytes
 Value = TypeVar("Value")
 
 
-AUTO: Final = "auto"  # of a policy, a mode, a number type or a device: it is chosen
+AUTO: Final = "auto"  # value of a policy, mode, dtype or device that Windlass chooses
 NO_MERGE: Final = "none"  # the label of a cache that drops evicted tokens
 NO_SHARES: Final = "none"
 NO_RECALL: Final = "none"
@@ -148,7 +148,13 @@ SYSTEM: Final = "system"
 """A value of `sinks` instead of a number: the tokens of each row's system text."""
 PAGE: Final = 8
 """Number of tokens that are recalled together: neighbours in the order of writing."""
-LEAST: Final = {"sinks": 0, "newest": 0, "group": 1, "window": 1, "limit": 1}  # of stores and position modes
+LEAST: Final = {
+    "sinks": 0,
+    "newest": 0,
+    "group": 1,
+    "window": 1,
+    "limit": 1,
+}  # least values of stores and position modes
 
 
 def check_recall(recall: int, budget: int | None, has_folder: bool, has_store: bool) -> None:
@@ -286,7 +292,7 @@ class PluginKind:
             raise self.error(str(error)) from None
         except SyntaxError as error:
             raise self.error(f"{file}, line {error.lineno or 1}: syntax error: {error.msg}") from None
-        except (ValueError, RecursionError, MemoryError) as error:  # the last two of brackets in brackets
+        except (ValueError, RecursionError, MemoryError) as error:  # nested brackets raise the last two
             raise self.error(f"{file} is not Python: {str(error) or type(error).__name__}") from None
         module = ModuleType(f"windlass_{self.word}_{path.stem}")
         if path.is_file():

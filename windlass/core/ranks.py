@@ -118,7 +118,7 @@ class RankHeads:
         return f"{own}, with all kv heads: this model's plan gives each rank the keys and values of all of them"
 
 
-SECONDS: Final = 600  # that a rank waits for the other ranks: it notices a dead one at once
+SECONDS: Final = 600  # timeout for other ranks. A dead rank is noticed at once
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"  # read by PyTorch: the network interface on which processes listen
 BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
 

@@ -25,7 +25,7 @@ def no_inference_mode(function: Callable[Arguments, Result]) -> Callable[Argumen
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        # Modes are left and entered again only where that changes anything: each layer of a decode step comes here.
+        # Modes are changed only if needed, because each layer of a decode step calls this.
         is_outside = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
         return function(*args, **kwargs) if is_outside else outside(*args, **kwargs)
 
@@ -238,18 +238,18 @@ class StepRecord:
     written: SlotIndex
     state: dict[str, Tensor] = field(default_factory=dict)
     ring: dict[str, Tensor] = field(default_factory=dict)  # of the store's full-precision tokens
-    initial_state: dict[str, Tensor] = field(default_factory=dict)  # that the step's tokens came with
+    initial_state: dict[str, Tensor] = field(default_factory=dict)  # of the step's tokens
     observed: ObservedColumns | None = None
     mass: Mass | None = None
     queries: Queries | None = None  # the observed queries, newest first (None: the policy observes nothing)
     settled: PolicyCheckpoint | None = None
     evicted: Tensor | None = None  # (batch, score_heads, evicted) slots
     evicted_positions: Tensor | None = None
-    evicted_count: int = 0  # the most of any row
+    evicted_count: int = 0  # maximum over rows
     merged_into: Tensor | None = None  # (batch, score_heads, evicted) slots that took evicted tokens
     merged_before: dict[str, Tensor] | None = None  # the store's parts there
-    taken_in: tuple[tuple[Tensor, Tensor], ...] = ()  # slots of tokens that newer ones took in, their positions
-    is_continued: bool = False  # whether it is of the same pass as the record before it
+    taken_in: tuple[tuple[Tensor, Tensor], ...] = ()  # slots of tokens that joined newer ones, and their positions
+    is_continued: bool = False  # whether it belongs to the same pass as the record before it
 
     @property
     def size(self) -> int:

@@ -228,7 +228,7 @@ class PartsReader(PromptReader):
         if request.options.budget is None:
             self.cache.reserve(len(request.prompt) + request.max_tokens + request.options.chunk)
         self._lead = min(PREFIX, parts.spans[0][0])
-        self._known = set[int]()  # positions of tokens that nobody read for this request
+        self._known = set[int]()  # positions of tokens that came from cached parts
         self._work = self._turns()
 
     def read(self) -> None:

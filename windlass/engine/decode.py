@@ -125,7 +125,7 @@ class Decoder:
         self._warm_key: GraphKey | None = None
         self._captured_key: GraphKey | None = None
         self._records: list[StepRecord] = []
-        self._tables: list[dict[torch.dtype, tuple[RotaryTable, RotaryTable]]] = []  # which the graph reads
+        self._tables: list[dict[torch.dtype, tuple[RotaryTable, RotaryTable]]] = []  # read by the graph
 
     @no_inference_mode
     def _feed(self, tokens: list[list[int]] | None, is_last: bool) -> None:
@@ -171,8 +171,8 @@ class Decoder:
         cache, end = self._cache, max(self._ends) + 1
         rotaries = [layer.rotary for layer in cache.layers if layer.rotary is not None]
         if end > self._captured_end:
-            # A graph reads tables of one length: it serves up to a round number, and no further than a scheme that
-            # changes with the length allows.
+            # A graph reads tables of one length: it serves positions up to a round number, within the limit of a
+            # scheme that changes with the length.
             self._captured_end, self._warm_key, self._captured_key = FIRST_CAPTURE, None, None
             while self._captured_end < end:
                 self._captured_end *= 2

@@ -193,7 +193,7 @@ class Reader(PromptReader):
         super().__init__(empty_cache(model, request) if kept is None else kept.cache)
         self._known_logits = None if kept is None else kept.logits
         self.is_whole = is_whole
-        if request.options.budget is None:  # grows once, as its bytes were counted
+        if request.options.budget is None:  # reserved at once, as its bytes were counted
             self.cache.reserve(len(request.prompt) + request.max_tokens)
         self._pass_ends = request.pass_ends
         self._stops = frozenset[int]() if is_whole else snapshots.wanted(request)

@@ -216,6 +216,6 @@ def divergence(
         cache.divergence = None
     distances = found.of_row(row)
     found.keep()
-    if cache.heads is not None and cache.heads.is_split:  # a distance is one over all heads
+    if cache.heads is not None and cache.heads.is_split:  # a distance is a sum over all heads
         return cache.heads.ranks.sum(distances)
     return distances

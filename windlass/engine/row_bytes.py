@@ -124,7 +124,7 @@ def _measured(layer: SlotLayer) -> LayerBytes:
     return LayerBytes(layer.rules, sum(tensor.nbytes for tensor in of_slots) // table.slots, of_recalled)
 
 
-SECONDS: Final = 0.1  # a count is good for
+SECONDS: Final = 0.1  # lifetime of a count
 
 
 class Sizes:

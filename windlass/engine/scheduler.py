@@ -111,7 +111,7 @@ class Totals:
 
 
 LOG: Final = logging.getLogger("windlass.engine")
-ERRORS: Final = 3  # in a row, after which the engine is dead
+ERRORS: Final = 3  # errors in a row after which the engine is dead
 ALL: Final = "all"  # name of the count of errors in all work. The steps of each lane have counts of their own
 ALONE: Final = "alone"  # lanes of one request, all together
 
@@ -157,7 +157,7 @@ class ErrorCounter:
         return True
 
 
-BEAT: Final = 1.0  # seconds between two turns of an engine that has nothing to do, by which ranks know of one another
+BEAT: Final = 1.0  # seconds between turns of an idle engine, which show other ranks that it is alive
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ Messages = list[dict[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 AS_GIVEN, WRAPPED, AS_STRINGS, AS_TEXT = "as given", "wrapped", "as strings", "as text"  # how calls are given
-SYSTEM_FIRST, FOLDED = "first", "folded"  # where system texts are, if not where they were
+SYSTEM_FIRST, FOLDED = "first", "folded"  # places of system texts that are moved
 APART: Final = "\n\n"  # between texts of one message
 TOOLS_TEXT: Final = """# Tools
 
@@ -94,7 +94,7 @@ FORMS: Final = tuple(
         (True, False),
         (True, False),
     )
-)  # the first one that a template shows whole is taken
+)  # the first one that a template renders completely is used
 
 
 def rendered(

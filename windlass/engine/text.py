@@ -111,9 +111,9 @@ class TextStream:
 
     tokenizer: PreTrainedTokenizerBase
     stops: Stops
-    tokens: tuple[int, ...]  # the latest, for the tokenizer to begin with
+    tokens: tuple[int, ...]  # the latest tokens, as context for the tokenizer
     decoded: str  # the text of `tokens`, as the tokenizer gives it
-    unfinished: bytes = b""  # of a character whose other bytes have not come
+    unfinished: bytes = b""  # of a character whose other bytes are missing
     piece: str = ""
     held: str = ""  # text that may become a stop string, so it is not yet given out
     length: int = 0  # characters given out or held

@@ -19,7 +19,7 @@ from windlass.evals.run import EvalOptions, Executor, Measured, Plan, Runner, St
 
 # Keys are Ray's references. Values are the worker and its batch, or None while the worker loads.
 Running = dict[Any, tuple[Any, Batch | None]]
-PLUGINS: Final = "windlass_"  # begins the names of modules that are files of users
+PLUGINS: Final = "windlass_"  # prefix of modules made of users' files
 
 
 class Worker:

@@ -39,9 +39,9 @@ DEFAULTS: Final = {
 }
 VARIED: Final = tuple(DEFAULTS)
 IDENTITY: Final = ("task", "policy", "asked_budget", *VARIED, "is_aware", "length", "sample")
-MAX_NUMBER: Final = 2**63  # that a line may hold: sums and quotients of such numbers are numbers, too
-SHOWN: Final = 60  # signs of a wrong value in an error
-SHOWN_HASH: Final = 12  # signs of a fingerprint in an error
+MAX_NUMBER: Final = 2**63  # limit of numbers in a line: their sums and quotients stay finite
+SHOWN: Final = 60  # characters of a wrong value in an error
+SHOWN_HASH: Final = 12  # characters of a fingerprint in an error
 START: Final = b'{"kind": "'  # of every line
 OTHER_VERSION: Final = "other_version"
 JsonObject = dict[str, Any]
@@ -302,7 +302,7 @@ def open_results(path: Path, header: Header, note: Callable[[str], None]) -> Res
     """
     is_new = not path.exists()
     check_regular(path, "-o")
-    _append(path, [])  # better refused now than after the first case
+    _append(path, [])  # checked now rather than after the first case
     data = read_bytes(path, f"-o {path}")
     end = data.rfind(b"\n") + 1
     cut = data[end:]
@@ -322,7 +322,7 @@ def open_results(path: Path, header: Header, note: Callable[[str], None]) -> Res
         try:
             _append(path, [header])
         except UsageError:
-            if is_new:  # a file without a line is of no use to anybody
+            if is_new:  # a file without lines is removed
                 path.unlink(missing_ok=True)
             raise
     return ResultsFile(path, cases)

@@ -222,7 +222,7 @@ class Runner(Executor):
             torch.set_num_threads(options.threads)
         self.model, self.tokenizer = load(options.model, options.dtype, options.device, options.weights)
         self._made: dict[tuple[str, int, int, int], SizedSample] = {}
-        self._pool: tuple[int, int] | None = None  # which texts those are
+        self._pool: tuple[int, int] | None = None  # key of the texts in the pool
 
     @cached_property
     def plan(self) -> Plan:

@@ -144,7 +144,7 @@ def budget_within(layers: Sequence[LayerCost], options: CacheOptions, size: int,
 DEFAULT_LENGTH = 2048  # tokens of a sample, or twice the smallest budget
 SHARE = 0.9  # of the user's text in a sample, at most: samples begin at different sentences
 LEAST = 256  # tokens of a text to try anything on
-MOST_GROUP = 16  # by which distances are divided
+MOST_GROUP = 16  # limit of the group of self_extend
 NEAR = 64  # tokens that self_extend reads at their own distance
 FULL_CACHE = Settings(Budget(ALL), CacheOptions(policy=Recent(), positions=Original()))
 
@@ -293,7 +293,7 @@ def command(model: str, text: str, best: CandidateResult, loading: Sequence[str]
     return shlex.join([*words, "--chunk", str(options.chunk), *loading, "--file", text])
 
 
-LEAST_LEFT = 2  # candidates in the last round, so that there is something to compare
+LEAST_LEFT = 2  # least candidates of the last round
 SHARES = (4, 2, 1)  # of the samples, after which half of the candidates leave
 
 
@@ -348,7 +348,7 @@ class TuneRunner(Runner):
             settings = Settings(Budget(str(budget), budget), each)
             labels = settings.labels | ({"policy": "any"} if budget >= length else {}) | {"asked_budget": "any"}
             found.setdefault(tuple(labels.values()), settings)
-        # A model reads no further than it was trained to without help, so beyond that it is no measure.
+        # Beyond its trained length a model without help is no reference.
         full = [FULL_CACHE] if length <= (trained or FULL_TOKENS) else []
         grid = replace(self.typed, lengths=[length], settings=[*full, *found.values()])
         notes = tuple(f"windlass: note: left out: {line}" for line in left_out)

@@ -236,7 +236,7 @@ class AttachedModel(Attachment):
             raise UsageError(BUSY)
         step = self._checked(mine.cache, bound)
         mine.before, mine.types = mine.cache.text, token_types(bound)
-        if mine.types is not None and step[1] > 1:  # with a picture, perhaps, which is read in one piece
+        if mine.types is not None and step[1] > 1:  # perhaps with a picture, which is read in one piece
             mine.cache.schedule(replace(mine.cache.next_pass, is_prompt=True))
         mine.cache.begin(*step)
         self.attended.clear()
@@ -454,7 +454,7 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
         return model
     state = ModuleState(model)
     try:
-        # Where the model was compiled before, none of these few passes is worth compiling.
+        # These few passes are not worth compiling if the model was compiled before.
         with torch.compiler.set_stance("force_eager"):
             check_kind_of_model(model)
             ranks = ranks_of(model)

@@ -184,8 +184,8 @@ class Attachment(ABC):
         """The arguments of a layer's attention in a text, whose masks are causal."""
 
 
-ROTATION: Final = "apply_rotary_pos_emb"  # of the module that defines a layer, by which its code rotates
-METHODS: Final = ("forward", "_norm")  # those whose code a kernel stands in for, see `known_code`
+ROTATION: Final = "apply_rotary_pos_emb"  # name of the rotation in the module that defines a layer
+METHODS: Final = ("forward", "_norm")  # methods that a kernel replaces, see `known_code`
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,8 +252,8 @@ class KnownLayers:
     def __init__(self, decoder: nn.Module) -> None:
         self.decoder = decoder
         self.layers: list[FewTokensLayer] = []
-        self._step: object = None  # of the pass for which they were prepared
-        self._classes: list[type[nn.Module]] = []  # of all that they compute
+        self._step: object = None  # the pass for which they were prepared
+        self._classes: list[type[nn.Module]] = []  # of all modules that they compute
         self._code: list[object] = []
         self.is_proving = False
 
@@ -311,7 +311,7 @@ class WholeDecoder:
         self.decoder: Any = known.decoder
         self._is_known = any(has_code_of(known.decoder, each) for each in DECODERS)
         self._watch: Watch | None = None
-        self._step: object = None  # of the latest pass that looked
+        self._step: object = None  # the latest pass that looked
         self._kernels: list[FewTokens] | None = None  # of all layers, as long as the watch sees no change
 
     def __deepcopy__(self, memo: dict[int, object]) -> WholeDecoder:
@@ -456,7 +456,7 @@ def _watch_forward(watch: Watch, module: nn.Module) -> None:
         watch.no_item(vars(module), "forward")
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         if getattr(module, name):
-            watch.item(vars(module), name, None)  # it is hooked, and looked at anew in each pass
+            watch.item(vars(module), name, None)  # it is hooked, and checked again in each pass
         else:
             watch.empty(vars(module), name)
 

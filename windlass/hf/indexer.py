@@ -23,7 +23,7 @@ from windlass.hf.recurrent import LayerKinds
 from windlass.positions.rotary import Rotary
 
 NAME: Final = "indexer"  # attribute of the indexer in transformers' attention modules
-LIMIT: Final = "index_topk"  # how many tokens it picks
+LIMIT: Final = "index_topk"  # attribute with the number of picks
 HEADS: Final = "n_heads"
 SCORE_BYTES: Final = 64 * 2**20  # most bytes of an indexer's scores alive at once
 

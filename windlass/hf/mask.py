@@ -10,7 +10,7 @@ from transformers.masking_utils import causal_mask_function
 
 from windlass.core.errors import UsageError
 
-QUERIES: Final = 256  # of which a matrix is made at once
+QUERIES: Final = 256  # rows of a matrix made at once
 
 
 @dataclass(frozen=True, eq=False)

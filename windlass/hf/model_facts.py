@@ -40,7 +40,7 @@ def device_of_inputs(model: PreTrainedModel) -> torch.device:
     return torch.device(runs_on)
 
 
-CANDIDATES = 4  # per token that is wanted
+CANDIDATES = 4  # per wanted token
 
 
 def ordinary_ids(model: PreTrainedModel, count: int) -> Tensor:
@@ -114,7 +114,7 @@ def _whole(number: object) -> int | None:
     return number if type(number) is int and 0 < number <= MAX_NUMBER else None
 
 
-# Layer types of configs. A class of which some models are recurrent says so of all: then these decide.
+# Layer types of configs. A class with some recurrent models calls all of them recurrent: then these decide.
 ATTENTION: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 STATES_SINCE: Final = (5, 22)  # a version of transformers: before it, models reach into the layers of their caches
 COMPRESSED: Final = "keeps one entry for several tokens ({types}), none of which can be evicted by itself"

@@ -375,7 +375,7 @@ def _check_model(path: Path, header: Header, model: PreTrainedModel, layers: int
     ours = type(inner_model(model)).__name__
     if header.model != ours:
         raise PromptCacheError(f"{path} was made by a {header.model}, this model is a {ours}. {hint}")
-    has_shares = header.options.shares is not None  # then there are notes on groups of heads
+    has_shares = header.options.shares is not None  # then notes are on groups of heads
     if len(header.layers) != layers and not has_shares:
         made = f"it has {len(header.layers)} layers, this model has {layers}"
         raise PromptCacheError(f"{path} was made by another {ours}: {made}. {hint}")

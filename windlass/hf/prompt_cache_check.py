@@ -277,7 +277,7 @@ def check_layer(plan: LayerPlan, header: Header, options: CacheOptions, tensors:
     is_ours, has_known_numbers = header.policy.name is not None, header.policy.name in NAMES
     kept = {STATE + name for name in options.policy.needs.state}
     for name, tensor in own.items():
-        # Only a policy from elsewhere, and one that notes scores of another, know which numbers they keep.
+        # The numbers of a user's policy, or of a wrapper, are unknown here.
         is_free = name in kept or (name.startswith(STATISTICS) and not is_ours)
         if (
             (has_known_numbers or not is_free)
@@ -386,7 +386,7 @@ def _check_ring(
 ) -> None:
     """The tokens in full precision are the first and the newest that were written, each with the slot of its codes."""
     owners, token_index, written = ring[SLOTS][:, :-1].long(), ring[TOKEN_INDEX], int(ring[WRITTEN])
-    # Of an import a sliding layer was given the newest tokens alone.
+    # An import gave a sliding layer only the newest tokens.
     is_whole = plan.shape.most_visible is None
     least = row.since_edit if is_whole else 0
     if not least <= written <= row.tokens_seen or (is_whole and row.since_edit == row.tokens_seen != written):

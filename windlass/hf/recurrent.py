@@ -23,8 +23,8 @@ from windlass.policies.wrappers import changes_keys, scoring_chunk
 # The types in a config's `layer_types` that keep a state, and the types that keep no memory.
 RECURRENT: Final = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 WITHOUT_MEMORY: Final = frozenset({"moe", "mlp"})
-STATE_PREFIX: Final = "states."  # begins the names of states in a file
-CONV: Final = "conv."  # begins the names of such tensors
+STATE_PREFIX: Final = "states."  # prefix of the names of states in a file
+CONV: Final = "conv."  # prefix of the names of such tensors
 STATE: Final = "state."
 
 

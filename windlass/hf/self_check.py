@@ -48,7 +48,7 @@ class CheckCache(ModelCache):
 
     def reset(self) -> None:
         super().reset()
-        self.largest_scores: dict[int, float] = {}  # by layer, and by all that share it
+        self.largest_scores: dict[int, float] = {}  # by layer, over all layers that share it
         self._rotated: dict[int, Tensor] = {}  # keys of the pass
 
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:

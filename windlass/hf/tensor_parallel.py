@@ -33,7 +33,7 @@ from windlass.policies.expected_attention import COUNT
 from windlass.stores.formats import KEY_MEANS
 from windlass.stores.full_precision import TOKEN_INDEX, WRITTEN
 
-# Of which heads the outputs of a projection are, where a plan leaves each rank its own: the names end so.
+# Ends of the names of projections whose outputs a plan splits by heads.
 KV_PROJECTIONS: Final = frozenset({"k_proj", "v_proj", "qkv_proj", "query_key_value"})
 QUERY_PROJECTIONS: Final = frozenset({"q_proj", "q_b_proj", "kv_b_proj"}) | KV_PROJECTIONS
 SPLIT: Final = "colwise"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Watch
 
 GROUPS: Final = (128, 64, 32)  # inputs that share a scale in 4 bits. A layer uses the first that divides its inputs
-OUTPUTS: Final = 16  # in 4 bits a layer has a multiple of so many
+OUTPUTS: Final = 16  # in 4 bits the number of outputs is a multiple of this
 
 
 aten: Final = torch.ops.aten
@@ -353,7 +353,7 @@ class FewRows:
     def __init__(self, module: nn.Linear, whole: WholePass) -> None:
         self._module, self._whole = module, whole
         self._codes: Codes | None = None
-        self._code = type(module).forward  # whose place the kernel takes
+        self._code = type(module).forward  # replaced by the kernel
         self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, inputs: LinearInputs) -> LinearOutputs:
@@ -440,7 +440,7 @@ def watch_weights(watch: "Watch", module: nn.Module) -> None:
 
 ANY: Final = "*"  # replaces an adapter's name, on which results do not depend
 NOT_READ: Final = frozenset({"r", "lora_alpha", "lora_dropout"})  # `scaling` is made of the first two
-PEFT_ROOT: Final = "base_model.model."  # begins the names of a model that PEFT wraps
+PEFT_ROOT: Final = "base_model.model."  # prefix of the names in a model that PEFT wraps
 
 
 def computing(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -166,7 +166,7 @@ def decoder_steps(
 
 def watch() -> "Watch":
     """A compiled look at objects of Python that are to stay as they are."""
-    from windlass.kernels.cpu.decode import Watch  # late, likewise
+    from windlass.kernels.cpu.decode import Watch  # late, as above
 
     return Watch()
 

@@ -12,7 +12,7 @@ from windlass.core.positions import rotate
 from windlass.core.types import Scores, SlotKeys
 from windlass.policies.base import Needs, Observation, Policy, Slots
 
-COUNT: Final = "count"  # statistics: how many queries of each row the means are of
+COUNT: Final = "count"  # statistics: number of queries in the means of each row
 
 
 def is_from(observation: Observation, start: int) -> Tensor:

@@ -23,7 +23,7 @@ KIND: Final = "windlass scorer"
 VERSION: Final = 1
 AGAIN: Final = "Make it with `windlass calibrate MODEL TEXT --scorer -o FILE`"
 DOCUMENT: Final = "windlass"  # the one name of the file's metadata
-WEIGHTS: Final = "weights"  # begins the names of tensors, before the number of a layer
+WEIGHTS: Final = "weights"  # prefix of the names of tensors, before the number of a layer
 BIAS: Final = "bias"
 
 

@@ -217,7 +217,7 @@ class Pyramid(Wrapper, Budgeter, Recency):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if find(self.policy, Budgeter):  # type: ignore[type-abstract]  # an interface is looked for
+        if find(self.policy, Budgeter):  # type: ignore[type-abstract]  # looks for an interface
             raise PolicyError(f"Pyramid: {self.policy!r} gives each layer its budget already. Wrap the policy inside")
         if not self.beta >= 1:
             raise PolicyError(f"Pyramid: beta must be at least 1, got {self.beta}")

@@ -129,7 +129,7 @@ def rebased(q: RotaryQueries, k: RotaryKeys, window: int) -> RotaryBranch:
     return RotaryBranch((q - base).clamp(min=0), (k - base).clamp(0, q.shape[-1] + window))
 
 
-NEAR_SHARE = 8  # of the trained length one in so many is read as near as it stands, see docs/results/findings.md
+NEAR_SHARE = 8  # one in so many tokens of the trained length keeps its distance, see docs/results/findings.md
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,7 @@ def in_blocks(slots: SlotPlaces, queries: Places) -> RotaryIndex:
     extents = slots.block_end.gather(-1, order) - starts
     is_first = torch.ones_like(starts, dtype=torch.bool)
     is_first[..., 1:] = starts[..., 1:] != starts[..., :-1]
-    ends = extents.where(is_first & (starts < MAX_NUMBER), 0).cumsum(-1)  # of each block, where it is read
+    ends = extents.where(is_first & (starts < MAX_NUMBER), 0).cumsum(-1)  # ends of each block's places
     at = ends - extents + slots.at.gather(-1, order) - starts
     keys = torch.empty_like(at).scatter_(-1, order, at).where(held, 0)
     per_head = (tensor[:, None].expand(-1, held.shape[1], -1) for tensor in (queries.block_start, queries.at))

@@ -43,7 +43,7 @@ from windlass.view.server import ViewApp
 
 Value = TypeVar("Value")
 THINKING: Final = "enable_thinking"  # the variable of templates whose models may think
-THREADS: Final = 4  # that tokenize and compile, at most
+THREADS: Final = 4  # most threads that tokenize and compile
 JSON_TYPE: Final = "application/json"
 METHODS: Final = ("GET", "POST", "DELETE")
 
@@ -392,7 +392,7 @@ def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """
     if not origins:
         return app
-    # Before a page's own request a browser asks without its key whether that may be sent.
+    # A browser's preflight request has no key.
     return CORSMiddleware(app, origins, METHODS, ("*",), expose_headers=("x-request-id", "x-replica", "retry-after"))
 
 

@@ -41,7 +41,7 @@ def of_completion(pieces: Pieces, words: PromptTokenizer, top: int) -> dict[str,
             tops.append(None)
             continue
         own, *others = piece.logprobs
-        # OpenAI shows the token that was taken among the likeliest, though it be none of them. Of two with one text,
+        # OpenAI lists the sampled token with the likeliest ones, even if it is not among them. Of two with one text,
         # the likelier is shown.
         each = [own, *(other for other in others[:top] if other.token != own.token)]
         tops.append({_name(one.token, words): max(one.value, LEAST) for one in sorted(each, key=lambda one: one.value)})

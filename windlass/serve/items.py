@@ -39,7 +39,7 @@ from windlass.serve.schema import (
 )
 
 SHELL: Final = "local_shell"  # the function that stands for a call of OpenAI's own shell
-EMPTY: Final = {"role": "assistant", "content": ("",), "reasoning_content": ""}  # begins a turn, and is none by itself
+EMPTY: Final = {"role": "assistant", "content": ("",), "reasoning_content": ""}  # begins a turn without content
 
 
 class Item(Body):

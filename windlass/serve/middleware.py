@@ -15,7 +15,7 @@ from windlass.serve.metrics import Metrics
 from windlass.serve.stream import ClientGone
 
 OPEN: Final = "/health"  # the one route that asks for no key
-TENANT: Final = "windlass.tenant"  # in a scope: whose request it is
+TENANT: Final = "windlass.tenant"  # key in a scope: the owner of the request
 LOG: Final = logging.getLogger("windlass.serve")
 
 
@@ -108,7 +108,9 @@ class Authentication:
             return ""
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         digest = self._digest(given.strip() if kind.lower() == b"bearer" else b"")
-        fits = [hmac.compare_digest(digest, each) for each in self._keys]  # all of them, so that time tells nothing
+        fits = [
+            hmac.compare_digest(digest, each) for each in self._keys
+        ]  # compares all of them, so that timing reveals nothing
         if not any(fits):
             raise ApiError(401, "no key that fits. Send the header Authorization: Bearer KEY", None, "invalid_api_key")
         return digest.hex()[:16]

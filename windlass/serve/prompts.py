@@ -30,14 +30,14 @@ from windlass.serve.errors import ApiError, BadField
 from windlass.serve.parsers import THOUGHT_CLOSE, THOUGHT_OPEN
 from windlass.serve.schema import AnyMessage, AssistantMessage, Part, ToolMessage
 
-ANSWER_TEXTS: Final = ("text", "input_text", "output_text")  # types of a part, which `text` is the text of
+ANSWER_TEXTS: Final = ("text", "input_text", "output_text")  # types of parts with a `text`
 REFUSAL: Final = "refusal"
 THOUGHTS: Final = ("thinking", "reasoning", "reasoning_text")
 CALLS: Final = ("tool_use", "tool_call", "tool-call")
 CALL_NAMES, CALL_IDS = ("name", "toolName"), ("id", "toolCallId")
 CALL_ARGUMENTS: Final = ("input", "args", "arguments")
 CHUNK: Final = "chunk"
-MOST_CHUNKS: Final = 256  # of a conversation
+MOST_CHUNKS: Final = 256  # chunks of a conversation
 
 Messages = Iterable[Mapping[str, Any]]
 
@@ -198,7 +198,7 @@ ENDS: Final = (
     *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|file_separator|>"),
     *("<|file_sep|>", "<file_sep>", "<|repo_name|>", "<repo_name>"),
 )
-PROBE: Final = "☺"  # which tokenizers of SentencePiece join to no text behind it
+PROBE: Final = "☺"  # SentencePiece joins it to no following text
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,10 @@ from windlass.serve.stream import ClientGone, unless_gone
 from windlass.view.server import SchedulerWatcher, ViewApp
 
 SESSION: Final = "x-session-id"
-PREFIX: Final = 1024  # characters of a prompt that count
+PREFIX: Final = 1024  # characters of a prompt that choose its replica
 LOOK_SECONDS: Final = 1.0  # between two looks at the replicas
 LOOK_TIMEOUT: Final = 10.0
-ACCEPT_SECONDS: Final = 5.0  # in which a replica must accept a request
+ACCEPT_SECONDS: Final = 5.0  # timeout for a replica to accept a request
 RETRY_SECONDS: Final = 1.0
 
 

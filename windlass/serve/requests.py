@@ -18,7 +18,7 @@ from windlass.serve.schema import ChatRequest, CompletionRequest, Recompute, Tex
 
 RECOMPUTE: Final = "first(16)"  # default of a request with chunks
 LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for a completion
-ALONE_MAX_TOKENS: Final = 4096  # by default, of a text with a cache of its own: its memory is counted by them
+ALONE_MAX_TOKENS: Final = 4096  # default for a text with a cache of its own, whose memory is reserved for them
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from windlass.view.server import SchedulerWatcher, ViewApp
 
 HEAD_SECONDS: Final = 10.0  # timeout of a request's head
 READ_SECONDS: Final = 60.0  # timeout of a client that does not read its answer
-CUT_SECONDS: Final = 5  # for answers on their way, once the engine has stopped
+CUT_SECONDS: Final = 5  # timeout for answers under way, once the engine has stopped
 CONNECTIONS: Final = 512
 HEAD_BYTES: Final = 32 << 10
 ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:?#@A-Z]+)(:[0-9]{1,5})?")
@@ -88,7 +88,7 @@ def bound(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, proto)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if sys.platform == "linux":  # a client that takes nothing is let go by the system
+            if sys.platform == "linux":  # the system closes a connection that takes no data
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(READ_SECONDS * 1000))
             listener.bind(address)
         except BaseException:
@@ -172,7 +172,7 @@ class PromptProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        # While nothing of a next request has come, the time for keeping a connection runs.
+        # The keep-alive timeout runs until a next request begins.
         is_idle = (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None
         if is_idle and self.cycle is self._idle_cycle:
             self.transport.close()
@@ -289,7 +289,7 @@ def serve(
 
 
 LOG: Final = logging.getLogger("windlass.serve")
-GRACE: Final = 5.0  # seconds for which a server whose engine has failed still says so
+GRACE: Final = 5.0  # seconds for which a server reports that its engine has failed
 FAILED: Final = 1  # the exit code
 
 

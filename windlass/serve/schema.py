@@ -38,7 +38,7 @@ CACHE: Final = field_info(CacheOptions)
 SAMPLING: Final = field_info(Sampling)
 MOST_CHARACTERS: Final = 4_000_000
 SEEDS: Final = 2**62
-RANDOM: Final = -1  # a seed that stands for none
+RANDOM: Final = -1  # a seed that means random
 MOST_FIELDS: Final = 1024
 TOKEN_ID: Final = re.compile(r"[0-9]{1,10}")
 STORES_NOTHING: Final = "must be false, as this server stores no answers, or a store of the cache such as int8"
@@ -131,7 +131,7 @@ Positions = Annotated[Word, _one_of(CACHE["positions"].names, lambda mode: mode.
 Variables = Annotated[dict[Variable, bool | int | float | Label], BeforeValidator(partial(_entries, 16), Object)]
 Choice = Literal["none", "auto", "required"]
 Verbosity = Literal["low", "medium", "high"]
-Included = Literal[  # items and parts that no answer here has
+Included = Literal[  # items and parts that our answers never have
     "reasoning.encrypted_content",
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",

@@ -37,7 +37,7 @@ class FullPrecisionRing:
         self.newest = whole_number("newest of a store", newest, LEAST["newest"], MAX_NUMBER)
         self.tensors: dict[str, Tensor] = {}
         """Allocated tensors by name. A write makes a new dictionary, so restoring the old dictionary undoes it."""
-        self._latest_index: tuple[ReferenceType[Tensor], ...] | None = None  # of the tensors it was built from, and it
+        self._latest_index: tuple[ReferenceType[Tensor], ...] | None = None  # its source tensors, and the index
 
     def allocate(self, keys: NewKeys, values: NewValues, rollback: int) -> None:
         """Make room for copies of such keys and values, so that `rollback` tokens can be rolled back."""

@@ -315,7 +315,7 @@ _HYBRID_CONFIGS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
         },
     ),
     "olmo_hybrid": ("olmo_hybrid", {**_DELTA, "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL]}),
-    "jamba": (  # whose recurrent layers forget their state in a pass of several tokens
+    "jamba": (  # its recurrent layers forget their state in a pass of several tokens
         "jamba",
         {
             "num_hidden_layers": 5,
@@ -329,7 +329,7 @@ _HYBRID_CONFIGS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
             "mamba_dt_rank": 7,
         },
     ),
-    "zamba2": (  # whose attention modules are told in a pass which layer they are
+    "zamba2": (  # its attention modules learn their layer's number in a pass
         "zamba2",
         {
             "layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid", "hybrid"],
@@ -382,7 +382,7 @@ def _redraw(name: str, parameter: nn.Parameter) -> None:
     elif parameter.ndim == 1:
         parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
         if any(part in name for part in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")):
-            parameter.data.add_(1.5)  # they decide how large scores are
+            parameter.data.add_(1.5)  # they scale attention scores
     elif any(part in name for part in ("q_proj", "k_proj")):
         parameter.data.copy_(torch.randn_like(parameter) * 0.35 * _HYBRID_SIZES["hidden_size"] / parameter.shape[1])
     elif "conv" in name and parameter.ndim == 3 and parameter.shape[1] == 1:

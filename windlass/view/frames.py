@@ -36,7 +36,7 @@ from windlass.core.positions import EMPTY, PLACES
 HIDDEN: Final = frozenset({TOKEN_INDEX, *PLACES})  # state that is not a policy's, nor of a merge
 NOTHING: Final = np.empty(0, np.int32)
 SIZES_COST: Final = 0.001  # share of time that may go to measuring a cache's bytes
-OVERLAP: Final = 256  # ids that are told again: a text that was rolled back may have others now
+OVERLAP: Final = 256  # ids sent again, as they may differ after a rollback
 
 Positions = NDArray[np.int32]
 Numbers = NDArray[np.float32]
@@ -331,7 +331,7 @@ def parsed(payload: bytes, what: str) -> dict[str, Any]:
     return told
 
 
-NUMBERS_EVERY: Final = 8  # frames: all numbers change with each token, and nobody reads them so fast
+NUMBERS_EVERY: Final = 8  # frames: numbers change with each token, faster than anybody reads
 LENGTH: Final = struct.Struct("<I")
 CHANGE: Final = np.dtype([("slot", "<u4"), ("position", "<i4")])
 SCALARS: Final = {"seen": int, "next": int, "mode": str, "edited": bool, "bytes": int, "rows": int, "seconds": float}

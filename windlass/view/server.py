@@ -121,9 +121,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 INTERVAL: Final = 0.2  # seconds between two frames of a viewer
-COST: Final = 0.01  # the share of time that copying may take
+COST: Final = 0.01  # share of time that copying may take
 GONE: Final = 2.0  # seconds without a step after which a viewer of the newest text looks at another one
-TEXTS: Final = 64  # that are remembered
+TEXTS: Final = 64  # texts that are remembered
 
 
 class RowSnapshot(NamedTuple):

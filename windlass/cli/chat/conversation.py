@@ -303,7 +303,7 @@ class Journal:
             if self._file is None:
                 self._path = self._folder / f"{self._prefix()}-{uuid4().hex}.jsonl"
                 self._file = private_file(self._path).open("a", encoding="utf-8", errors="replace")
-                fcntl.flock(self._file, fcntl.LOCK_EX)  # others hold it for a moment only, to see whether it is held
+                fcntl.flock(self._file, fcntl.LOCK_EX)  # other processes hold it only for a moment, to test it
             self._file.write(lines)
             self._file.flush()
             os.fsync(self._file.fileno())

@@ -130,7 +130,7 @@ class Dialogue:
         try:
             return self.answer(last.line)
         finally:
-            if len(self.conversation.turns) == turns:  # nothing came in its place
+            if len(self.conversation.turns) == turns:  # no other turn replaced it
                 self.conversation.turns.append(last)
                 self.journal.begin(self.conversation)
 
@@ -210,7 +210,7 @@ class Dialogue:
             try:
                 self.cache.rollback(len(held) - len(wanted))
                 return False
-            except UsageError:  # further back than the cache remembers
+            except UsageError:  # more than the cache can roll back
                 self.cache.reset()
         elif held != wanted[: len(held)]:
             self.cache.reset()

@@ -66,7 +66,7 @@ def tokenizer_of(header: Header) -> PreTrainedTokenizerBase:
     except Exception:
         raise
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of the tokenizers' own language
+        if type(error).__name__ != "PanicException":  # raised by the Rust code of tokenizers
             raise
         raise ValueError(str(error)) from None
     return tokenizer

@@ -216,7 +216,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     lse = logits_buf = partials = partial_softmax = None
     if observed is not None:
         lse = scratch(batch, heads, tokens)
-        # Whichever moves fewer bytes: each logit out and in again, or the keys once more.
+        # The choice moves fewer bytes: each logit out and in again, or the keys once more.
         if 2 * 4 * rows <= keys.data.shape[-1] * keys.data.itemsize:
             logits_buf = scratch(batch, kv_heads, rows, slots)
     if splits > 1:
