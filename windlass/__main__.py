@@ -49,7 +49,3 @@ def _note(
 
 if __name__ == "__main__":
     run()
-
-
-if __name__ == "__main__":
-    run()
