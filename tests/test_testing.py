@@ -85,7 +85,7 @@ BROKEN: dict[str, tuple[Policy, str]] = {
         policy(needs=Needs(state=("mass",)), observed_queries=1, observe=state_replaced),
         r"replaces slots\.state\['mass'\]",
     ),
-    "state": (policy(needs=unchecked(state="mass")), "declare a tuple of names"),
+    "state": (policy(needs=unchecked(state="mass")), "Declare a tuple of names"),
     "observed": (policy(observed_queries=-1), "observed_queries is -1"),
     "frozen": (policy(is_frozen=False), "Made is not a frozen dataclass"),
     "field": (policy(__annotations__={"how": "str"}, how="max"), "Made.how is 'max'; .* plain numbers"),
@@ -173,5 +173,5 @@ def test_a_policy_that_changes_what_is_read_is_found_on_models(monkeypatch: pyte
         return own(cache, layer, queries * (1 if cache.budget is None else 1.01), *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(KVCache, "attend", steep)
-    with pytest.raises(PolicyError, match="changes what a qwen3_next model says though nothing is evicted"):
+    with pytest.raises(PolicyError, match="changes the logits of a qwen3_next model though nothing is evicted"):
         check_on_models(Recent(), ("qwen3_next",))

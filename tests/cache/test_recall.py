@@ -271,5 +271,5 @@ def test_a_splice_that_would_lose_tokens_is_refused(attached_model: Models, text
     for cache in caches:
         read(model, cache, text(20), 13)
     for mine, other in (caches, caches[::-1]):
-        with pytest.raises(UsageError, match="make both with recall, or both without"):
+        with pytest.raises(UsageError, match="Make both with recall, or both without"):
             mine.splice(other)

@@ -77,7 +77,7 @@ def test_a_splice_into_an_empty_cache_that_cannot_hold_it_is_refused(attached_mo
     other = KVCache(attached_model("llama"), budget=24, policy=KeyDiff())
     read(attached_model("llama"), other, text(60), 60)
     cache = KVCache(attached_model("llama"), budget=24, policy=Recent())
-    with pytest.raises(UsageError, match="make this cache with a policy that ranks per head"):
+    with pytest.raises(UsageError, match="Make this cache with a policy that ranks per head"):
         cache.splice(other)
     assert cache.bytes_held == 0
     with pytest.raises(UsageError, match="made for another model"):

@@ -93,7 +93,7 @@ def test_a_row_keeps_its_sinks_where_it_goes(attached_model: Models, text: Text,
 def test_what_is_not_known_or_does_not_fit_is_refused(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(9, 1)
     cache = KVCache(model, sinks="system", **LIMITS)
-    with pytest.raises(UsageError, match=r"call cache\.set_sinks"):
+    with pytest.raises(UsageError, match=r"Call cache\.set_sinks"):
         windlass.prefill(model, cache, ids.tolist())
     with pytest.raises(UsageError, match="has 19 tokens, and the budget of 24 tokens has room for 18 beside"):
         cache.set_sinks(19)

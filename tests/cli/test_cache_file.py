@@ -125,7 +125,7 @@ def test_a_file_that_is_not_finished_stays_as_it_was(
     assert f"{file} stays as it was" in ran.err
     with monkeypatch.context() as patched:
         patched.setattr(prompt_cache, "save_file", Mock(side_effect=OSError(28, "No space left")))
-        assert_refused(run(*append), "the older file there is unchanged")
+        assert_refused(run(*append), "The older file is unchanged")
     assert file.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
@@ -207,7 +207,7 @@ def test_a_policy_that_chooses_at_the_end_reads_all_again(
     file = tmp_path / "file"
     command = ("cache", MODEL, PROMPT, "--prompt-cache", str(file), "--dtype", "float32", "--chunk", "4")
     limits = ("--budget", "12", "--policy", "kvzip")
-    assert "the same command reads all again, because KVzip" in interrupted(3, *command, *limits).err
+    assert "The same command reads all again, because KVzip" in interrupted(3, *command, *limits).err
     assert "going on" not in run(*command, *limits).err
 
 

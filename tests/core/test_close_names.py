@@ -28,5 +28,5 @@ def test_no_other_name_is_offered(typed: str) -> None:
 
 
 def test_all_names_are_listed() -> None:
-    assert use_one_of("nope", ["plain", "int8"]) == "use one of: plain, int8"
+    assert use_one_of("nope", ["plain", "int8"]) == "Use one of: plain, int8"
     assert use_one_of("plane", ["plain", "int8"]) == "Use one of: plain, int8 (Did you mean plain?)"

@@ -198,7 +198,7 @@ def test_what_ranks_cannot_agree_on_is_refused_by_name(size: int, name: str, of_
     for each in of_ranks[name]:
         assert REFUSED[name][1].format(size) in each.error
     if name == "heads":
-        assert of_ranks[name][0].error.endswith("start one of: 1, 3")
+        assert of_ranks[name][0].error.endswith("Start one of: 1, 3")
 
 
 def test_an_engine_on_several_ranks_answers_as_in_one_process(

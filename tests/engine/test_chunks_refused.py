@@ -53,10 +53,10 @@ def test_other_modes(name: str) -> None:
     [
         ({"budget": 30, "merge": "mean_count"}, "merge=mean_count"),
         ({"budget": 30, "recall": 8}, "recall=8"),
-        ({"store": "int4(sinks=2, newest=5)"}, "use int4"),
+        ({"store": "int4(sinks=2, newest=5)"}, "Use int4"),
         ({"positions": "compact"}, 'positions="compact" reads tokens at other places'),
-        ({"positions": "self_extend(4, 8)"}, "set cache.positions"),
-        ({"positions": "clamp(9)"}, "set cache.positions"),
+        ({"positions": "self_extend(4, 8)"}, "Set cache.positions"),
+        ({"positions": "clamp(9)"}, "Set cache.positions"),
     ],
 )
 def test_caches_that_read_nothing_again(attached_model: Models, options: dict[str, Any], said: str) -> None:

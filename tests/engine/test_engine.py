@@ -172,7 +172,7 @@ def test_prompts_that_cannot_be_read_change_nothing(
 
 
 def test_wrong_calls_are_refused(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(UsageError, match=r"use windlass\.generate"):
+    with pytest.raises(UsageError, match=r"Use windlass\.generate"):
         windlass.stream(model, tokenizer, PROMPT, KVCache(model, batch=2))
     with pytest.raises(UsageError, match="takes a list of prompts"):
         windlass.generate(model, tokenizer, PROMPT)

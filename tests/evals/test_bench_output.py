@@ -181,7 +181,7 @@ def test_a_table_for_the_eye_fits_a_terminal(run: Callable[..., Ran], monkeypatc
 def test_forms_that_exclude_each_other(run: Callable[..., Ran]):
     for options, says in (
         (("--json", "--format", "md"), "--json and --format md exclude each other"),
-        (("--json", "--ratios"), "--ratios go with --format table or md"),
+        (("--json", "--ratios"), "--ratios goes with --format table or md"),
         (("--format", "csv"), "--format 'csv' is unknown. Use one of: table, md, json"),
     ):
         ran = run(*options)

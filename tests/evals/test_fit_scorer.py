@@ -206,7 +206,7 @@ def test_the_command_fits_what_the_library_does_and_the_file_serves(
         (["--scorer", "--groups", "2"], "--groups goes with --shares, and --scorer was given"),
         (["--scorer", "--tasks", "nothing"], "nothing"),
         (["--scorer", "--texts", "1", "--length", "60"], "56 tokens are too few to fit 192 weights in each head"),
-        (["--scorer", "--length", "9000"], "lower --length"),
+        (["--scorer", "--length", "9000"], "Lower --length"),
     ],
 )
 def test_wrong_options_are_refused(

@@ -167,7 +167,7 @@ def test_two_models_are_not_mixed(file: Path, change: Line, other: str):
     found = refused(write(file, case(), HEADER | change, case(sample=1)))
     assert "two models, finder-3m in float32 (" in found
     assert f"{other} (" in found
-    assert ("their weights differ" in found) == (other == "finder-3m in float32")
+    assert ("Their weights differ" in found) == (other == "finder-3m in float32")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_shift_that_no_text_survives(text: Text) -> None:
     with pytest.raises(UsageError, match=r"all of the text from 46 on moves, or nothing\. Let the range end at 60"):
         cache.shift(46, 50, 0)
     cache.drop(4, 25)
-    with pytest.raises(UsageError, match=r"read at 15 to -6, and the text before it reaches 4.*shift by -11 at most"):
+    with pytest.raises(UsageError, match=r"read at 15 to -6, and the text before it reaches 4.*Shift by -11 at most"):
         cache.shift(25, cut, -21)
     assert cache.rows.rows[0].pictures == rows.rows[0].pictures
     assert before[0] is not None

@@ -143,4 +143,4 @@ def test_a_gpu_is_benched(capsys: pytest.CaptureFixture[str]):
     assert torch.cuda.get_device_name() in said
     assert "tg3 b2 @ d40" in said
     assert main(("bench", "--shape", "tiny", "--device", "cuda", "--threads", "1")) == 2
-    assert "--threads are those of a CPU" in capsys.readouterr().err
+    assert "--threads is for a CPU" in capsys.readouterr().err

@@ -59,7 +59,7 @@ def test_another_policy_is_refused(saved: Path, model: PreTrainedModel) -> None:
 
 
 def test_an_unattached_model_at_load(saved: Path) -> None:
-    with pytest.raises(UsageError, match=r"call windlass.attach\(model\) first"):
+    with pytest.raises(UsageError, match=r"Call windlass.attach\(model\) first"):
         KVCache.load(saved, tiny_model("llama"))
 
 
@@ -196,7 +196,7 @@ def test_a_disk_without_room(saved: Path, model: PreTrainedModel, tmp_path: Path
     path = tmp_path / "cache"
     path.write_bytes(saved.read_bytes())
     cache = KVCache.load(saved, model)
-    with most_bytes_in_a_file(1000), pytest.raises(PromptCacheError, match="older file there is unchanged") as caught:
+    with most_bytes_in_a_file(1000), pytest.raises(PromptCacheError, match="older file is unchanged") as caught:
         cache.save(path)
     assert_clear(caught.value, path)
     assert path.read_bytes() == saved.read_bytes()

@@ -113,7 +113,11 @@ HOSTILE: dict[str, tuple[str, Spoil, str]] = {
     "another dtype": ("recent", of("0.keys", lambda k: k.half()), "layers.0.keys is"),
     "a slot too many": ("recent", of("positions", lambda p: torch.cat((p, p[..., :1]), -1)), "tensor layers.0.keys"),
     "ring slots beyond": ("ring", of("exact_slots", lambda s: s.fill_(12)), "slots in full precision that it has not"),
-    "ring slots exchanged": ("ring", of("exact_slots", lambda s: swapped(s, 2)), "not those of their slots"),
+    "ring slots exchanged": (
+        "ring",
+        of("exact_slots", lambda s: swapped(s, 2)),
+        "other tokens in full precision than in their slots",
+    ),
     "ring tokens exchanged": ("ring", of("exact_serials", lambda s: swapped(s, 1)), "other tokens in full precision"),
     "ring count": ("ring", of("exact_written", lambda w: w + 1), "has written"),
     "recall names others": ("recall", of("recall_index", lambda i: i.fill_(99)), "holds other tokens than the 36"),

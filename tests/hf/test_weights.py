@@ -82,7 +82,7 @@ def test_layers_that_no_group_divides_stay_and_are_told() -> None:
     ]
     assert len(kept) == 3
     assert kept[-1] == "lm_head"
-    with pytest.warns(WindlassWarning, match="int4 wants inputs that 32 divides"):
+    with pytest.warns(WindlassWarning, match="For int4, 32 must divide the inputs"):
         quantize(made(mlp=80), "int4")
     with pytest.raises(UsageError, match="no layer of this LlamaForCausalLM can have them"):
         quantize(made(hidden=54, mlp=18, vocabulary=9), "int4")

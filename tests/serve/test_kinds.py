@@ -56,7 +56,7 @@ def test_what_cannot_be_typed(typed: str, said: str) -> None:
     ("kind", "said"),
     [
         ("rows=2", "two kinds of rows are alike"),
-        ("rows=2,policy=composite(h2o)", "give it one row"),
+        ("rows=2,policy=composite(h2o)", "Give it one row"),
         ("rows=2,recall=8", "recall=8 for the rows"),
     ],
 )

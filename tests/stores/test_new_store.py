@@ -92,7 +92,7 @@ def test_one_line_makes_it_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         assert store.name == name
     with pytest.raises(UsageError, match="shifted takes by, each once"):
         store_of("shifted(sinks=4)")
-    with pytest.raises(UsageError, match="use one of: plain, int8, int4, shifted "):
+    with pytest.raises(UsageError, match="Use one of: plain, int8, int4, shifted "):
         store_of("shift")
 
 
