@@ -39,7 +39,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
     assert found == [], "\n".join(found)
 
 
-@pytest.mark.parametrize("folder", ["windlass", "tests"])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_docstrings_have_no_semicolon(folder: str) -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"

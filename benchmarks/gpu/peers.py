@@ -127,7 +127,7 @@ class Static(Transformers):
         return clock() - started
 
     def take_back(self) -> None:
-        """Behind the text again; what was written stays in place, unseen."""
+        """Go back to the end of the text. Written tokens stay in memory, unseen."""
         layer: Any
         for layer in self._cache.layers:
             layer.cumulative_length.fill_(self._depth)

@@ -16,7 +16,7 @@ WEIGHT_BYTES = {"auto": 2.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama with an untied head; sizes as in its configuration."""
+    """A Llama with an untied head, with sizes as in its configuration."""
 
     name: str
     layers: int

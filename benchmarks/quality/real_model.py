@@ -117,7 +117,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def run(material: Material, wanted: list[Cell], results: Path, minutes: float) -> None:
-    """Measure what is missing in `results` and append it; no cell begins after so many minutes."""
+    """Measure cells that are missing in `results` and append them. No cell begins after so many minutes."""
     began = time.monotonic()
     done = {tuple(line[name] for name in KEY) for line in lines_of(results)}
     for cell in wanted:

@@ -40,7 +40,7 @@ class Material:
         return cls(model, tokenizer, [tokenizer(body, add_special_tokens=False).input_ids for body in bodies])
 
     def spans(self, rows: int, tokens: int, part: int) -> list[list[int]]:
-        """Stretches of equal length, spread over all novels in turn; each `part` has others."""
+        """Stretches of equal length, spread over all novels in turn. Each `part` has others."""
         found = []
         for row in range(rows):
             ids = self.novels[row % len(self.novels)]
@@ -52,7 +52,7 @@ class Material:
 
 @torch.inference_mode()
 def streamed(material: Material, options: CacheOptions, tokens: int, part: int, has_twin: bool) -> dict[str, object]:
-    """Mean loss, in nats per token, of each block of each row; with `has_twin` a full cache reads beside it.
+    """Mean loss, in nats per token, of each block of each row. With `has_twin` a full cache reads beside it.
 
     Then `kl` is the mean divergence of the predictions with the cache from those of the full one, in nats per token,
     and `same` the share of tokens whose most likely successor is the same, both past the first half of the text.
