@@ -167,7 +167,7 @@ def test_rows_can_be_selected_and_repeated(attached_model: Models, text: Text) -
     ("edit", "words"),
     [
         (lambda c: c.shift(0, 10, -1), "would move position 0 before 0"),
-        (lambda c: c.shift(5, 10, 3), "onto positions 8 to 12, where others stand"),
+        (lambda c: c.shift(5, 10, 3), "onto positions 8 to 12, which other tokens hold"),
         (lambda c: c.shift(5, 10, 30), "to 39, past the text's end at 20"),
         (lambda c: c.drop(5, 3), r"range \[5, 3\) ends before it starts"),
         (lambda c: c.divide(0, 5, 0), "by must be from 1 to 1073741824, got 0"),

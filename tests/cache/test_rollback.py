@@ -108,7 +108,7 @@ def test_rollback_too_far_is_refused_and_changes_nothing(attached_model: Models,
         assert cache.next_positions == [45]
         cache.rollback(allowed)
         assert cache.next_positions == [45 - allowed]
-    with pytest.raises(UsageError, match="rollback of 99 tokens, but row 0 stands at position"):
+    with pytest.raises(UsageError, match="rollback of 99 tokens, but row 0 is at position"):
         cache.rollback(99)
     with pytest.raises(UsageError, match="tokens must be from 0 to 1073741824, got -1"):
         cache.rollback(-1)

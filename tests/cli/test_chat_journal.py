@@ -244,7 +244,7 @@ def test_a_killed_chat_is_offered_again(dialogue: Make, tmp_path: Path, capsys: 
     journal = Journal(folder / "chats", twin.journal.origin)
     offer(journal)
     assert re.fullmatch(
-        r"an unfinished conversation of 2 turns from \d\d:\d\d is there. /resume continues it\n",
+        r"an unfinished conversation of 2 turns from \d\d:\d\d exists. /resume continues it\n",
         capsys.readouterr().err.splitlines(keepends=True)[-1],
     )
     other = dialogue(template=None)

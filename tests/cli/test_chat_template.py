@@ -65,7 +65,7 @@ def test_a_prompt_is_a_message(
         found = json.loads(run("generate", chatty, "Who was he?", *OPTIONS, *options, "--json").out)
         result = in_library(text, max_tokens=4)
         assert (found["prompt_tokens"], found["tokens"]) == (result.prompt_tokens, result.tokens)
-    assert "as it stands (--raw)" in run("generate", chatty, "a", *OPTIONS, "-v", "--raw").err
+    assert "unchanged (--raw)" in run("generate", chatty, "a", *OPTIONS, "-v", "--raw").err
 
 
 @pytest.mark.parametrize("system", [(), ("--system", "Be brief.")])

@@ -91,7 +91,7 @@ def test_verbose_says_what_was_chosen(run: Callable[..., Ran]):
     chosen, cache, prompt, cost, last, times, *described = ran.err.splitlines()
     assert chosen == "model: finder-3m, LlamaForCausalLM, 3.48 M parameters, float32 on cpu, 1 thread"
     assert cache.startswith("cache: budget 12, policy Recent(), sinks 4, window 2, chunk 512, ")
-    assert prompt == "prompt: as it stands. This model has no chat template"
+    assert prompt == "prompt: unchanged, as this model has no chat template"
     assert cost.startswith("windlass: note: 18 of 30 tokens are evicted")
     assert LAST_LINE.fullmatch(last)
     assert [part.split()[0] for part in times.removeprefix("times: ").split(", ")] == ["load", "prefill", "decode"]

@@ -109,7 +109,7 @@ HOSTILE: dict[str, tuple[str, Spoil, str]] = {
     "ids beyond": ("recent", of("tokens.1", lambda t: t.fill_(10**6)), "not among the model's 97"),
     "fewer ids": ("recent", of("tokens.1", lambda t: t[1:]), "tensor tokens.1 is"),
     "a missing tensor": ("recent", of("0.values", lambda _: None), "tensor layers.0.values is missing"),
-    "ids without leave": ("recent", field("has_tokens", value=False), "is none that it should have"),
+    "ids without leave": ("recent", field("has_tokens", value=False), "is not expected"),
     "another dtype": ("recent", of("0.keys", lambda k: k.half()), "layers.0.keys is"),
     "a slot too many": ("recent", of("positions", lambda p: torch.cat((p, p[..., :1]), -1)), "tensor layers.0.keys"),
     "ring slots beyond": ("ring", of("exact_slots", lambda s: s.fill_(12)), "slots in full precision that it has not"),

@@ -72,7 +72,7 @@ def test_a_trim_is_whole_or_refused(attached_model: Models, text: Text) -> None:
     read(model, cache, ids[:, :10], 10)
     kept = [tensor[:3] if tensor.ndim == 1 else tensor[:, :3] for tensor in contents(cache)]
     cache.rollback(7)
-    with pytest.raises(UsageError, match="rollback of 4 tokens, but row 0 stands at position 3"):
+    with pytest.raises(UsageError, match="rollback of 4 tokens, but row 0 is at position 3"):
         cache.rollback(4)
     assert_holds(cache, kept)
     for most, is_refused in ((16, False), (0, True)):

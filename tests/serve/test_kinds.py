@@ -36,7 +36,7 @@ def test_what_is_typed_is_what_is_served() -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("budget=64", "says nothing of its rows"),
+        ("budget=64", "gives no number of rows"),
         ("rows=2,speed=3", "'speed=3' is not one of rows, budget"),
         ("rows=2,rows=3", "each once"),
         ("rows=2,budget", "with a value"),

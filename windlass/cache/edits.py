@@ -43,11 +43,11 @@ def check_pictures(cache: CacheState, step: Step) -> None:
         )
     if cache.merge is not None:
         raise UsageError(
-            f"merge={cache.merge} averages keys, and keys of a picture stand on several axes. To read pictures, make "
+            f"merge={cache.merge} averages keys, and keys of a picture have positions on several axes. To read pictures, make "
             "the KVCache without merge"
         )
     if cache.is_rotated:
-        raise UsageError("rotated storage can't read pictures. It is there to be compared with, use KVCache")
+        raise UsageError("rotated storage is for comparisons and cannot read pictures. Use KVCache")
     if any(rotary is not None and rotary.is_length_dependent for rotary in cache.rotaries):
         raise UsageError(
             "this model's RoPE changes with the length of the text, and the keys of a picture are turned in part when "
@@ -59,7 +59,7 @@ def refuse_pictures(cache: CacheState, what: str) -> None:
     """Raises: UsageError for an edit, with the given name, of a text with pictures."""
     if has_places(cache):
         raise UsageError(
-            f"{what}: this text has pictures, whose tokens stand on several axes. Reset, and read it again"
+            f"{what}: this text has pictures, whose tokens have positions on several axes. Reset, and read it again"
         )
 
 
@@ -146,7 +146,7 @@ def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
     # A finished row fed fewer tokens, and cannot give back more.
     for row, (count, end) in enumerate(zip(counts, cache.next_positions, strict=True)):
         if count > end:
-            raise UsageError(f"rollback of {count} tokens, but row {row} stands at position {end}")
+            raise UsageError(f"rollback of {count} tokens, but row {row} is at position {end}")
         since = cache.rows.rows[row].since_edit
         if count > since:
             raise UsageError(f"rollback of {count} tokens, but row {row} was edited {since} tokens ago. Use drop")
@@ -274,7 +274,7 @@ def _check_shift(positions: Tensor, start: int, end: int, by: int, text_end: int
         raise UsageError(f"shift by {by} would move position {high - by} to {high}, past the text's end at {text_end}")
     if bool(((stays >= low) & (stays <= high)).any()):
         raise UsageError(
-            f"shift by {by} would move tokens onto positions {low} to {high}, where others stand. Drop them"
+            f"shift by {by} would move tokens onto positions {low} to {high}, which other tokens hold. Drop those first"
         )
 
 
@@ -503,7 +503,7 @@ def check_rewrite(cache: CacheState, end: int, added: CacheState | None = None) 
     refuse_edit(cache.recurrent, EDIT)
     refuse_pictures(cache, EDIT)
     if cache.is_rotated:
-        raise UsageError(f"{EDIT}: rotated storage is there to be compared with. Use KVCache")
+        raise UsageError(f"{EDIT}: rotated storage is for comparisons. Use KVCache")
     if cache.merge is not None:
         raise UsageError(
             f"{EDIT}: merge={cache.merge} lets a slot stand for several tokens, and one of them can't be written over. "

@@ -367,9 +367,9 @@ def say_chosen(session: Session, asked: PromptInput) -> None:
     note(f"model: {name}, {type(model).__name__}, {millions:,.2f} M parameters, {dtype} on {device}{threads}")
     note("cache: " + ", ".join(f"{option} {'all' if value is None else value}" for option, value in labels))
     if not templates.has_template(session.tokenizer):
-        note("prompt: as it stands. This model has no chat template")
+        note("prompt: unchanged, as this model has no chat template")
     else:
-        note(f"prompt: {'as it stands (--raw)' if asked.is_raw else 'in the chat template of the model'}")
+        note(f"prompt: {'unchanged (--raw)' if asked.is_raw else 'in the chat template of the model'}")
 
 
 def say_done(session: Session, result: Result) -> None:
@@ -593,7 +593,7 @@ def _kind(
             )
         given[name] = make(value)
     if "rows" not in given:
-        raise UsageError(f"{KIND} {typed!r} says nothing of its rows. Write rows=2,budget=4096,policy=snapkv")
+        raise UsageError(f"{KIND} {typed!r} gives no number of rows. Write rows=2,budget=4096,policy=snapkv")
     rows = given.pop("rows")
     try:
         return rows, CacheOptions(**{**first, **given})

@@ -285,7 +285,7 @@ def tasks_of(lists: ListOptions) -> dict[str, Task]:
         for depth in parse_list("--depth", lists.depths, depth_of):
             made = task.at(depth)
             if made is None:
-                raise UsageError(f"task {label} has no one place where its answer stands. Leave out --depth")
+                raise UsageError(f"task {label} has no single place for its answer. Leave out --depth")
             placed[f"{label}@{depth:g}"] = made
     return placed
 

@@ -205,7 +205,7 @@ def check_arguments(layer: int, given: Mapping[str, object]) -> None:
     if unknown:
         raise UsageError(
             f"layer {layer} hands its attention {', '.join(unknown)}, which windlass' attention does not know. "
-            "leave the argument out, or use the model without a KVCache"
+            "Leave the argument out, or use the model without a KVCache"
         )
 
 

@@ -257,7 +257,7 @@ def _compare(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]
             raise InconsistentFile(f"tensor {name} is {found[name]}, and must be {layout}")
     for name in found:
         if name not in expected:
-            raise InconsistentFile(f"tensor {shown(name)} is none that it should have")
+            raise InconsistentFile(f"tensor {shown(name)} is not expected")
 
 
 def check_rows(header: Header, tensors: Mapping[str, Tensor], vocabulary: int) -> None:

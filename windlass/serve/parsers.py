@@ -121,7 +121,7 @@ def schema_of(tools: Tools, choice: str) -> dict[str, Any]:
     """
     names = [tool["function"]["name"] for tool in tools]
     if choice != "required" and choice[1:] not in names:
-        raise BadField("tool_choice", f"names {shown(choice[1:])}, which is none of tools")
+        raise BadField("tool_choice", f"names {shown(choice[1:])}, which is not in tools")
     chosen = [tool["function"] for tool in tools if choice in ("required", f"={tool['function']['name']}")]
     calls = [
         {

@@ -359,7 +359,7 @@ class Front:
 
 
 def _no_replica() -> ApiError:
-    return ApiError(503, "no replica is there. They are restarted", None, "no_replica", 5 * RETRY_SECONDS)
+    return ApiError(503, "no replica is ready. They are being restarted", None, "no_replica", 5 * RETRY_SECONDS)
 
 
 def deployed(options: ReplicaOptions, count: int, gpus: int, name: str, note: Callable[[str], None]) -> ReplicaSet:

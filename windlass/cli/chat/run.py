@@ -146,7 +146,7 @@ def offer(journal: Journal) -> None:
         since = saved.time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M")
         turns = len(saved.turns) + (saved.pending is not None)
         note(
-            f"an unfinished conversation of {turns} turn{'' if turns == 1 else 's'} from {since} is there. "
+            f"an unfinished conversation of {turns} turn{'' if turns == 1 else 's'} from {since} exists. "
             "/resume continues it"
         )
 
