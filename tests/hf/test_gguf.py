@@ -302,7 +302,7 @@ ARCHITECTURE = named("general.architecture", "llama")
         (header(ARCHITECTURE, count=2**60), "is damaged: it counts"),
         (header(ARCHITECTURE, count=9), "is damaged: it ends in its header"),
         (header(), "it does not name its architecture"),
-        (header(ARCHITECTURE, ARCHITECTURE), "'general.architecture' is in it twice"),
+        (header(ARCHITECTURE, ARCHITECTURE), "'general.architecture' occurs twice"),
         (header(text("a") + struct.pack("<IIQ", 9, 0, 2**62)), "is damaged: it counts"),
         (header(text("a") + struct.pack("<IQ", 8, 2**50)), "is damaged: it has a text of"),
         (header(text("a") + struct.pack("<IIQ", 9, 9, 1)), "it has an array of type 9"),

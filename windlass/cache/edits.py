@@ -43,8 +43,8 @@ def check_pictures(cache: CacheState, step: Step) -> None:
         )
     if cache.merge is not None:
         raise UsageError(
-            f"merge={cache.merge} averages keys, and keys of a picture have positions on several axes. To read pictures, make "
-            "the KVCache without merge"
+            f"merge={cache.merge} averages keys, and keys of a picture have positions on several axes. For pictures, "
+            "make the KVCache without merge"
         )
     if cache.is_rotated:
         raise UsageError("rotated storage is for comparisons and cannot read pictures. Use KVCache")

@@ -98,7 +98,7 @@ class _Cursor:
         for _ in range(fields):
             name = self._text()
             if name in metadata:
-                raise self._damaged(f"{name!r} is in it twice")
+                raise self._damaged(f"{name!r} occurs twice")
             metadata[name] = self._value(self._numbers("I")[0])
         if not isinstance(metadata.get("general.architecture"), str):
             raise self._damaged("it does not name its architecture")
@@ -125,7 +125,7 @@ class _Cursor:
                 )
             kind, inputs, size = kinds[number]
             if name in found or not shape or not all(shape) or shape[-1] % inputs:
-                raise self._damaged(f"tensor {name!r} of type {kind} has shape {shape}, or is in it twice")
+                raise self._damaged(f"tensor {name!r} of type {kind} has shape {shape}, or occurs twice")
             tensor = StoredTensor(name, kind, shape, start + offset, shape[-1] // inputs * size)
             if tensor.start < end:
                 raise self._damaged(f"tensor {name!r} lies on another one")
