@@ -77,7 +77,7 @@ class LayerConfig:
     merge: Merge | None
     limits: Limits
     budget: int | None
-    """Maximum of tokens between steps: the budget of the limits, or the sliding window if that fits in it."""
+    """Maximum number of tokens between steps: the budget of the limits, or the sliding window if that fits in it."""
     sliding_window: int | None = None
     """Length of the model's sliding window in this layer (None: no window)."""
     attention_chunk: int | None = None

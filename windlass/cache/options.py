@@ -135,7 +135,7 @@ class CacheOptions:
     budget: int | None = declared(
         Option(
             None,
-            "Maximum of tokens that a layer keeps",
+            "Maximum number of tokens that a layer keeps",
             int,
             least=1,
             most=MAX_NUMBER,
@@ -179,7 +179,7 @@ class CacheOptions:
     chunk: int = declared(
         Option(
             512,
-            "Maximum of tokens of a prompt read in one step",
+            "Maximum number of tokens of a prompt read in one step",
             int,
             least=1,
             most=MAX_NUMBER,

@@ -39,8 +39,8 @@ EvalBatch = Annotated[
         "--batch",
         min=1,
         max=65_536,
-        help="Maximum of texts in a batch. Batches are faster, with the same answers. Texts without a common budget "
-        "or without a question are read alone.",
+        help="Maximum number of texts in a batch. Batches are faster, with the same answers. Texts without a common "
+        "budget or without a question are read alone.",
     ),
 ]
 IsAware = Annotated[
@@ -203,7 +203,7 @@ Groups = Annotated[
         "--groups",
         min=1,
         max=1024,
-        help="Shares: maximum of different sizes among the heads of a layer (default: 4). 1: only layers differ.",
+        help="Shares: maximum number of different sizes among a layer's heads (default: 4). 1: only layers differ.",
     ),
 ]
 

@@ -356,7 +356,7 @@ HasHistory = Annotated[
 ]
 
 MaxTokens = Annotated[
-    int, Option("--max-tokens", "-n", envvar="WINDLASS_MAX_TOKENS", help="Maximum of tokens to write.")
+    int, Option("--max-tokens", "-n", envvar="WINDLASS_MAX_TOKENS", help="Maximum number of tokens to write.")
 ]
 Stop = Annotated[
     list[str] | None,

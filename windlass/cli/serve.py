@@ -55,12 +55,14 @@ Origins = Annotated[
 ]
 Name = Annotated[str | None, Option("--name", help="The model's name for clients (default: the name of its folder).")]
 Queue = Annotated[int, Option("--queue", min=0, max=100_000, help="Requests that may wait for a row.")]
-MostTokens = Annotated[int, Option("--max-tokens", "-n", min=1, help="Maximum of tokens that a request may write.")]
+MostTokens = Annotated[
+    int, Option("--max-tokens", "-n", min=1, help="Maximum number of tokens that a request may write.")
+]
 MostSeconds = Annotated[
     float | None,
     Option("--max-seconds", min=0.001, max=1e6, help="Request timeout, including time in the queue (default: none)."),
 ]
-MostPrompt = Annotated[int, Option("--max-prompt", min=1, help="Maximum of tokens in a prompt.")]
+MostPrompt = Annotated[int, Option("--max-prompt", min=1, help="Maximum number of tokens in a prompt.")]
 Reuse = Annotated[
     str | None,
     Option(

@@ -42,7 +42,7 @@ class Task(ABC):
     """Makes samples. One object makes them all, so it remembers nothing."""
 
     answer_tokens: int
-    """Maximum of tokens in an answer."""
+    """Maximum number of tokens in an answer."""
 
     turns: int = 1
     """Number of result lines per sample: one per question, or one for a text without questions."""

@@ -213,7 +213,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
     instructions: Text | None = None
     """The system message before the input."""
     max_output_tokens: Count | None = None
-    """Maximum of tokens to write."""
+    """Maximum number of tokens to write."""
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: Annotated[list[Annotated[AnyTool, Discriminator(tool_kind)]], Field(max_length=128, default_factory=list)]

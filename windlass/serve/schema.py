@@ -268,7 +268,7 @@ class TextRequest(NeutralFields, SharedFields):
     """Fields of chats and completions."""
 
     max_tokens: Count | None = None
-    """Maximum of tokens to write."""
+    """Maximum number of tokens to write."""
     max_seconds: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     """Timeout of the request, including its time in the queue (default: none)."""
     n: Annotated[int, Field(ge=1, le=8)] = 1
@@ -487,7 +487,7 @@ class CompletionRequest(TextRequest):
     echo: bool = False
     """Begin the answer with the prompt."""
     max_tokens: Annotated[int, Field(ge=0, le=2**30)] | None = None
-    """Maximum of tokens to write (default: 16)."""
+    """Maximum number of tokens to write (default: 16)."""
     chunks: PromptChunks | None = None
     """Chunks before the prompt, each of which is cached wherever it stands."""
     logprobs: Top | None = None
