@@ -380,7 +380,7 @@ def say_done(session: Session, result: Result) -> None:
         phases.append(f"prefill {read / result.prefill_tokens_per_s:.2f} s")
     if result.decode_tokens_per_s:
         phases.append(f"decode {written / result.decode_tokens_per_s:.2f} s")
-    note(f"times: {', '.join(phases)}, ended by {result.finish_reason}")
+    note(f"times: {', '.join(phases)}. Ended by {result.finish_reason}")
     note(session.cache.describe())
 
 
