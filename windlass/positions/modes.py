@@ -423,7 +423,7 @@ def position_mode(spec: str | PositionMode) -> PositionMode:
         spec,
         str,
         "a position mode or its name",
-        'write positions="compact" or windlass.positions.Compact()',
+        'Write positions="compact" or windlass.positions.Compact()',
     )
     typed = parse_spec(spec)
     if typed is None or typed.name not in MODES:
