@@ -138,8 +138,8 @@ def test_a_tokenizer_can_be_given_to_random_weights(
     ("content", "said"),
     [
         ("[", "is not JSON: "),
-        ("[]", "is not a list of stages. Write [{"),
-        ('{"contexts": "48:2"}', "is not a list of stages. Write [{"),
+        ("[]", "is not a list of stages; write [{"),
+        ('{"contexts": "48:2"}', "is not a list of stages; write [{"),
         ('[{"contexts": "48:2"}]', "stage 1 is not contexts and mix, both as on the command line"),
         (
             '[{"contexts": "48:2", "mix": "novel=1"}, {"contexts": "48", "mix": "vt=1"}]',
