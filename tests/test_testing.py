@@ -88,7 +88,7 @@ BROKEN: dict[str, tuple[Policy, str]] = {
     "state": (policy(needs=unchecked(state="mass")), "Declare a tuple of names"),
     "observed": (policy(observed_queries=-1), "observed_queries is -1"),
     "frozen": (policy(is_frozen=False), "Made is not a frozen dataclass"),
-    "field": (policy(__annotations__={"how": "str"}, how="max"), "Made.how is 'max'; .* plain numbers"),
+    "field": (policy(__annotations__={"how": "str"}, how="max"), r"Made.how is 'max'\. .* plain numbers"),
     "chance": (policy(lambda _, s: torch.rand(s.positions.shape)), "differs between two calls"),
     "order": (policy(by_slot), "depends on the order of the slots"),
     "raises": (policy(lambda _, s: s.positions / s.nowhere), "score raises AttributeError: .*nowhere"),  # type: ignore[attr-defined]
