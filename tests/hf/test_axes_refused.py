@@ -14,7 +14,7 @@ TOKENS, STARTS = 71, (8, 31)  # a picture takes 15 tokens
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"positions": "self_extend(4, 16)"}, r'positions="self_extend\(4, 16\)" can\'t read a text with pictures'),
-    ({"positions": "clamp(30)"}, 'set cache.positions to "original" or "compact"'),
+    ({"positions": "clamp(30)"}, 'Set cache.positions to "original" or "compact"'),
     ({"budget": 40, "merge": "mean_count"}, "merge=mean_count averages keys"),
 ]
 
