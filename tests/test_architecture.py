@@ -8,7 +8,7 @@ import windlass
 from tests.helpers.house import splatted, tuples_splatted
 
 PACKAGE = Path(windlass.__file__).parent
-# From the top to the bottom. A module imports from floors below its own and from its own room; two rooms on one
+# From the top to the bottom. A module imports from floors below its own and from its own room. Two rooms on one
 # floor do not know each other.
 FLOORS = (
     ("cli",),

@@ -151,7 +151,7 @@ def test_a_typo_is_told_the_nearest_name() -> None:
 def test_type_checkers_see_a_typo(tmp_path: Path) -> None:
     code = tmp_path / "code.py"
     code.write_text("import windlass\n\nwindlass.KVCache\nwindlass.policies\nwindlass.KVCash\n")
-    # Only the stub is read: what it imports is not followed, which would take a minute.
+    # Only the stub is read: following its imports would take a minute.
     options = ["--follow-imports=skip", "--no-incremental", f"--config-file={os.devnull}"]
     said, _, code_of_mypy = mypy_api.run([*options, str(Path(windlass.__file__).with_suffix(".pyi")), str(code)])
     assert code_of_mypy == 1

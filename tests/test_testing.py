@@ -85,10 +85,10 @@ BROKEN: dict[str, tuple[Policy, str]] = {
         policy(needs=Needs(state=("mass",)), observed_queries=1, observe=state_replaced),
         r"replaces slots\.state\['mass'\]",
     ),
-    "state": (policy(needs=unchecked(state="mass")), "declare a tuple of names"),
+    "state": (policy(needs=unchecked(state="mass")), "Declare a tuple of names"),
     "observed": (policy(observed_queries=-1), "observed_queries is -1"),
     "frozen": (policy(is_frozen=False), "Made is not a frozen dataclass"),
-    "field": (policy(__annotations__={"how": "str"}, how="max"), "Made.how is 'max'; .* plain numbers"),
+    "field": (policy(__annotations__={"how": "str"}, how="max"), r"Made.how is 'max'\. .* plain numbers"),
     "chance": (policy(lambda _, s: torch.rand(s.positions.shape)), "differs between two calls"),
     "order": (policy(by_slot), "depends on the order of the slots"),
     "raises": (policy(lambda _, s: s.positions / s.nowhere), "score raises AttributeError: .*nowhere"),  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ BROKEN: dict[str, tuple[Policy, str]] = {
         policy(bases=(Policy, Initializer), initial_state=new_keys_hidden),
         "initial_state writes into the model's queries or keys",
     ),
-    "no initializer": (policy(initial_state=new_state_given), "Made is no Initializer; derive the class from"),
+    "no initializer": (policy(initial_state=new_state_given), "Made is no Initializer. Derive the class from"),
     "docstring": (policy(__doc__="Made up. Source: none."), "docstring of Made lacks Differs:"),
 }
 
@@ -138,7 +138,7 @@ def test_a_class_without_the_decorator_is_not_a_dataclass() -> None:
 
 
 def test_unknown_family() -> None:
-    with pytest.raises(UsageError, match="'llamma' is unknown; use one of: llama, "):
+    with pytest.raises(UsageError, match=r"'llamma' is unknown\. Use one of: llama, "):
         tiny_model("llamma")
 
 
@@ -173,5 +173,5 @@ def test_a_policy_that_changes_what_is_read_is_found_on_models(monkeypatch: pyte
         return own(cache, layer, queries * (1 if cache.budget is None else 1.01), *others)  # type: ignore[arg-type]
 
     monkeypatch.setattr(KVCache, "attend", steep)
-    with pytest.raises(PolicyError, match="changes what a qwen3_next model says though nothing is evicted"):
+    with pytest.raises(PolicyError, match="changes the logits of a qwen3_next model though nothing is evicted"):
         check_on_models(Recent(), ("qwen3_next",))

@@ -49,14 +49,14 @@ sys.meta_path.insert(0, TorchaoLater())
 
 
 def __dir__() -> list[str]:
-    """The public names and nothing else, whatever has been imported so far."""
+    """The public names, with or without earlier imports."""
     return [*__all__, "__version__"]
 
 
 def __getattr__(name: str) -> object:
-    """The public name, out of the module that defines it; it is a plain attribute from then on.
+    """The public name, from the module that defines it. It is a plain attribute from then on.
 
-    Raises: AttributeError for another name; Python adds the nearest public one to its traceback.
+    Raises: AttributeError for another name. Python adds the nearest public one to its traceback.
     """
     if name in _MODULES:
         return import_module(_MODULES[name])

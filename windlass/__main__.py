@@ -10,7 +10,7 @@ from typing import NoReturn, TextIO
 from windlass.cli.terminal import CLEAR, end_at_ctrl_c
 from windlass.core.errors import WindlassWarning
 
-GARBAGE_EVERY = 100_000  # new objects between two searches for garbage; imports make a million of them, and no garbage
+GARBAGE_EVERY = 100_000  # new objects between two searches for garbage: imports make a million objects, none garbage
 
 
 def run() -> NoReturn:
@@ -36,19 +36,15 @@ def _note(
     category: type[Warning],
     filename: str,
     lineno: int,
-    file: TextIO | None = None,  # noqa: ARG001  # what Python gives
+    file: TextIO | None = None,  # noqa: ARG001  # Python passes it
     line: str | None = None,  # noqa: ARG001
 ) -> None:
-    """A warning of ours as a line; those of libraries for whoever asks for warnings, with Python's own options."""
+    """Show a warning of ours as a line. Python's own options show warnings of libraries."""
     if issubclass(category, WindlassWarning):
         start = CLEAR if sys.stderr.isatty() else ""
         print(f"{start}windlass: note: {message}", file=sys.stderr)
     elif sys.warnoptions:
         print(warnings.formatwarning(message, category, filename, lineno), end="", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    run()
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ double brain(std::uint16_t b) {
     return x;
 }
 
-// Numbers in a format, their bytes and what they mean.
+// Numbers in a format: their bytes and their decoded values.
 struct Numbers {
     std::vector<std::uint8_t> bytes;
     std::vector<double> meant;
@@ -138,7 +138,7 @@ struct Case {
     }
 };
 
-// A call of `attend`, and what it should give.
+// A call of `attend`, and its expected result.
 struct Attention {
     Case sizes;
     Held keys, values;
@@ -237,7 +237,7 @@ void try_attention(const std::string &set, std::mt19937 &g, const Case &c) {
     }
 }
 
-// The last slot is free, and what it held arrives as a new token.
+// The last slot is free, and its token arrives as a new one.
 void try_decode(const std::string &set, std::mt19937 &g, const Case &c) {
     Attention given(g, c);
     const int last = c.slots - 1, bytes = int(given.keys.packed.row_bytes);
@@ -275,7 +275,7 @@ void try_decode(const std::string &set, std::mt19937 &g, const Case &c) {
     given.check(set, "decode");
 }
 
-// Words of keys in tiles of 16 tokens, and what the keys mean. Codes of int4: the channels of the first half are low.
+// Words of keys in tiles of 16 tokens, and the decoded keys. Codes of int4: the channels of the first half are low.
 struct TiledKeys {
     std::vector<std::uint32_t> words;
     std::vector<std::uint16_t> scales;

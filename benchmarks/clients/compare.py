@@ -26,7 +26,7 @@ class Compared:
     """The result of one client, as it is written."""
 
     logits_error: float | None
-    """The norm of the difference from plain, relative to plain's; None where no logits can be compared."""
+    """The norm of the difference from plain, relative to plain's (None: no logits to compare)."""
     same_tokens: bool
     budget_runs: bool
 
@@ -38,7 +38,7 @@ class Compared:
 
 
 def plain_model(**options: Any) -> PreTrainedModel:
-    """The small model that is shipped, not attached; float32."""
+    """The shipped small model, not attached, in float32."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(MODEL, **{"dtype": torch.float32, **options})
     model.eval()
     return model
@@ -53,8 +53,8 @@ def text(tokens: int) -> Tensor:
 
 @torch.no_grad()
 def compare(plain: Any, attached: Any, cache: Callable[..., KVCache]) -> Compared:
-    """Two models of one making, of which one is attached; `cache` makes a cache for it, with these options."""
-    # First: a compiler that gave up after many shapes would hide what a budget does to it.
+    """Two equal models, one of them attached. `cache` makes a cache for it, with these options."""
+    # First: a compiler that gave up after many shapes would hide the effect of a budget.
     small = cache(budget=BUDGET, policy=windlass.policies.KeyDiff(), positions="compact", chunk=64)
     for piece in text(LONGER).split(64, 1):
         logits = attached(input_ids=piece, past_key_values=small).logits

@@ -83,5 +83,5 @@ def _answers(model: Any) -> dict[str, list[object]]:
 
 
 def _rounded(answers: Any) -> object:
-    """Texts as they are; of each choice its likelihood, within rounding."""
+    """Return texts unchanged, and the likelihood of each choice within rounding."""
     return [each if isinstance(each, str) else (round(float(each[0]), 3), str(each[1])) for each in answers]

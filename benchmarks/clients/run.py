@@ -60,7 +60,7 @@ def main() -> None:
     """Run all cases and write their lines, or one and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", help="this one alone, in this process")
-    parser.add_argument("--only", default="", help="the cases whose names contain this; nothing is kept")
+    parser.add_argument("--only", default="", help="only cases whose names contain this. Results are not saved")
     options = parser.parse_args()
     if options.case:
         warnings.filterwarnings("ignore")

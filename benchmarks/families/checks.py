@@ -1,4 +1,4 @@
-"""Windlass against plain transformers on one model, float32, eager attention; and both against float32 in bfloat16."""
+"""Windlass against plain transformers on one model in float32, eager attention. In bfloat16 both against float32."""
 
 import copy
 import re
@@ -70,7 +70,7 @@ def examine(family: Family) -> Findings:
     _check(plain, model, findings)
     if findings.outcome == "wrong" and attached(model).kinds.is_recurrent:
         before_checks.notes.append(
-            f"with PyTorch's linear layers; with ours {findings.reason}, {_of_exact(plain, model)}"
+            f"with PyTorch's linear layers, with ours {findings.reason}, {_of_exact(plain, model)}"
         )
         findings = before_checks
         model = windlass.attach(copy.deepcopy(plain), own_linear=False)
@@ -161,7 +161,7 @@ def _long(plain: PreTrainedModel, model: PreTrainedModel, findings: Findings, na
 
 
 def _generate(plain: PreTrainedModel, model: PreTrainedModel, findings: Findings, name: str) -> None:
-    """The tokens that plain one-shot passes choose one by one; else those of plain `generate`."""
+    """The tokens that plain one-shot passes choose one by one, otherwise the tokens of plain `generate`."""
     ids = expected = text(26, 3)
     for _ in range(WRITTEN):
         expected = torch.cat((expected, one_shot(plain, expected)[:, -1:].argmax(-1)), 1)
@@ -181,7 +181,7 @@ def _generate(plain: PreTrainedModel, model: PreTrainedModel, findings: Findings
 
 
 def _ragged(plain: PreTrainedModel, model: PreTrainedModel, findings: Findings, name: str) -> None:
-    """Rows of two lengths, padded on the left with a word; each as if it were alone."""
+    """Rows of two lengths, padded on the left with a word. Each must read as if it were alone."""
     rows = [text(SHORT, 4), text(SHORTER, 5)]
     padding = torch.full((1, SHORT - SHORTER), 7)
     ids = torch.cat((rows[0], torch.cat((padding, rows[1]), 1)))
@@ -280,7 +280,7 @@ CHECKS: dict[str, Callable[[PreTrainedModel, PreTrainedModel, Findings, str], No
     "chunks of": _chunks,
     f"{LONG} tokens": _long,
     f"budget {BUDGET}": _budget,
-    # The last: some wrappers remember the positions of a batch, or those that `generate` gave them.
+    # The last: some wrappers remember the positions of a batch, or the positions that `generate` gave them.
     "ragged rows": _ragged,
     "generate": _generate,
 }

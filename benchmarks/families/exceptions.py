@@ -1,8 +1,8 @@
 """Exceptions of the general procedure of `families.tiny`, by model type.
 
-`init` is given to the config's constructor, before it is shrunk; `sizes` are sizes of this type alone; any other key
-is the path of an attribute, or of an entry of a dictionary, that is set afterwards. Almost all stand for a default
-that leaves a part out, or that is None and refuses to be built.
+`init` is given to the config's constructor, before it is shrunk. `sizes` are sizes of this type alone. Any other key
+is the path of an attribute, or of an entry of a dictionary, that is set afterwards. Almost all replace a default that
+leaves a part out, or that is None and cannot be built.
 """
 
 from typing import Any, Final

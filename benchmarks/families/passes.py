@@ -37,7 +37,7 @@ def fed(
     mask: Tensor | None = None,
     placed: bool = False,
 ) -> Tensor:
-    """Logits of all columns, fed `chunk` at a time; with the caller's own positions when `placed`.
+    """Logits of all columns, fed `chunk` at a time, with the caller's own positions if `placed`.
 
     Without a cache of ours, into one of transformers' own.
     """
@@ -56,11 +56,11 @@ def fed(
 
 @contextmanager
 def narrowed(rule: Callable[..., Tensor]) -> Iterator[list[int]]:
-    """Plain eager attention sees what it sees and `rule` allows; yields a list that grows with each mask made."""
+    """Restrict plain eager attention by `rule`. Yields a list that grows with each mask made."""
     masks: dict[str, Any] = AttentionMaskInterface._global_mapping
     own, uses = masks["eager"], list[int]()
 
-    # The arguments are those of transformers' own mask function, passed on as they come.
+    # The arguments of transformers' own mask function, passed on unchanged.
     def mask(*args: Any, mask_function: Callable[..., Tensor], **kwargs: Any) -> Any:
         uses.append(1)
         kwargs["allow_is_causal_skip"] = False

@@ -65,7 +65,7 @@ def _answer(family: Family, answers: Connection) -> None:
 
 
 def finish(child: Child, limit: float) -> Line:
-    """The result line of a class; a process that said nothing crashed, or was too slow and is killed."""
+    """The result line of a class. A process without output crashed, or was too slow and is killed."""
     seconds = time.monotonic() - child.began
     try:
         found = child.answers.recv() if child.answers.poll() else None
@@ -96,14 +96,16 @@ def sweep(wanted: list[Family], jobs: int, limit: float) -> Any:
 
 
 def read(results: Path) -> list[Line]:
-    """The lines of a file; none where there is none yet."""
+    """The lines of a file, none if it does not exist yet."""
     return [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
 
 
 def main() -> None:
     """Run what has no result yet, append it, and write the page if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="model types or class names, with commas; run again, kept apart")
+    parser.add_argument(
+        "--only", default="", help="model types or class names, with commas. They run again, with results of their own"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=600.0, help="seconds for one class")
     parser.add_argument("--results", type=Path, default=RESULTS)

@@ -1,7 +1,7 @@
 """Tiny models of any class of transformers, by one procedure.
 
-The default config is shrunk name by name, in its sub-configs too, so that a layer of every type stays; what the
-procedure cannot know is in `EXCEPTIONS`. Weights are drawn anew: transformers' own would leave attention all but
+The default config is shrunk name by name, in its sub-configs too, so that a layer of every type stays. Exceptions
+from the procedure are in `EXCEPTIONS`. Weights are sampled again: transformers' own would leave attention all but
 uniform, norms 1 and biases 0, and so hide most faults.
 """
 
@@ -124,7 +124,7 @@ def redraw(model: nn.Module) -> None:
 
 
 def shrink(config: PreTrainedConfig, sizes: Mapping[str, int]) -> None:
-    """Make a config and its sub-configs small, in place; `sizes` are those of one model type, by name."""
+    """Make a config and its sub-configs small, in place. `sizes` are sizes of one model type, by name."""
     values = vars(config)
     spec = values.pop("_heterogeneity_spec", None)
     overrides = spec.per_layer_overrides if spec else {}

@@ -3,9 +3,9 @@
     python -m gpu OUT                          # a CUDA machine
     python -m gpu OUT --device cpu --tiny      # the same steps, tiny: that all of it works
 
-Every part is a process of its own with a time of its own; what earlier parts leave goes to the later ones, and
+Every part is a process of its own with a time of its own. Time left by earlier parts goes to later ones, and
 no part gets less than its share. Lines are appended to OUT/gpu.jsonl as they come, so a run that is stopped
-keeps what it has; what a part says is in OUT/PART.log. `gpu.tables` makes the documentation's section.
+keeps its lines. The output of a part is in OUT/PART.log. `gpu.tables` makes the documentation's section.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Share:
 
 
 def shares(sizes: Sizes) -> dict[str, Share]:
-    """All parts, in order; those of whole models once per shape."""
+    """All parts, in order. Parts of whole models come once per shape."""
     parts = {
         "machine": Share(gpu_machine.measure, 40),
         "parity": Share(gpu_machine.parity, 60),
@@ -68,7 +68,7 @@ def seconds_of(name: str, weights: dict[str, float], whole_s: float, left_s: flo
 
 
 def run_all(options: argparse.Namespace) -> int:
-    """Run the chosen parts one after the other; how many did not come to their end."""
+    """Run the chosen parts one after the other. Returns the number of parts that did not finish."""
     out: Path = options.out / "gpu.jsonl"
     options.out.mkdir(parents=True, exist_ok=True)
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -90,7 +90,7 @@ def run_all(options: argparse.Namespace) -> int:
 
 
 def _run_one(options: argparse.Namespace, name: str, may_s: float) -> str | None:
-    """One part as a process; why it did not come to its end, or None."""
+    """Run one part as a process. Returns the reason if it did not finish, or None."""
     command = [sys.executable, "-m", "gpu", str(options.out), "--only", name]
     command += ["--device", options.device, "--seconds", str((1 - GRACE) * may_s)]
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -110,11 +110,11 @@ def _run_one(options: argparse.Namespace, name: str, may_s: float) -> str | None
             process.kill()
             raise
     said = log.read_text().strip().splitlines()
-    return None if code == 0 else f"ended with code {code}: {said[-1] if said else 'it said nothing'}; see {log}"
+    return None if code == 0 else f"ended with code {code}: {said[-1] if said else 'it said nothing'}. See {log}"
 
 
 def main() -> int:
-    """The whole run, or one part of it; returns the exit code."""
+    """Run all parts, or one of them. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help="a folder")
     parser.add_argument("--device", default="cuda")
@@ -126,7 +126,7 @@ def main() -> int:
     parts = shares(TINY if options.tiny else Sizes())
     unknown = set(options.parts or []) - set(parts)
     if unknown:
-        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are: {', '.join(parts)}")
+        parser.error(f"no such part: {', '.join(sorted(unknown))}. There are: {', '.join(parts)}")
     try:
         device = device_of(options.device)
     except UsageError as error:

@@ -1,8 +1,8 @@
 """A part of `python -m gpu`: the attention kernel alone, over keys and values of several layers.
 
-One query per row reads every slot. Each kind is recorded as a CUDA graph over all layers, so that what is
-timed is the device's work and not the host's; PyTorch's attention, which gets keys that were rotated
-beforehand, likewise.
+One query per row reads every slot. Each kind is recorded as a CUDA graph over all layers, so that the
+time is the device's and not the host's. PyTorch's attention gets keys that were rotated beforehand, and is
+recorded in the same way.
 """
 
 import functools

@@ -48,7 +48,7 @@ def of_kind(lines: Sequence[Line], kind: str, group: str | None = None) -> list[
 
 
 def copy_rate(lines: Sequence[Line]) -> float | None:
-    """10^9 bytes read plus written per second by a copy on the device; None where it was not measured."""
+    """10^9 bytes read plus written per second by a copy on the device (None: not measured)."""
     rates = [line["copy_gb_per_s"] for line in of_kind(lines, "machine")]
     return rates[-1] if rates else None
 

@@ -46,9 +46,9 @@ def parity(part: Part) -> None:
     if not files:
         part.skip("all tests", "no test is marked gpu")
         return
-    # What pyproject.toml adds asks for packages that are only there for development.
+    # The options of pyproject.toml need packages for development.
     options = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=default"]
-    # The first for what a run that is cut has said; the second for the tests' deterministic algorithms.
+    # The first shows the output of a run that is cut, the second is for the tests' deterministic algorithms.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
     try:

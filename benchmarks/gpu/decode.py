@@ -1,4 +1,4 @@
-"""Parts of `python -m gpu`: whole decode steps of Windlass, as `windlass bench` times them; rows take turns."""
+"""Parts of `python -m gpu`: whole decode steps of Windlass, as `windlass bench` times them. Rows take turns."""
 
 import copy
 import functools
@@ -79,7 +79,7 @@ def _attempt(
 def _measure(
     part: Part, name: str, shape: str, models: dict[str, PreTrainedModel], lists: BenchLists, share: float
 ) -> None:
-    """One group: every row of `lists` by every model, in turn; a line for each."""
+    """One group: every row of `lists` by every model, in turn, with a line for each."""
     chunk, shapes = part.sizes.chunk, layer_shapes(next(iter(models.values())))
     rows = [(way, row) for way in models for row in rows_of(lists, chunk)]
     check_memory(0, cache_bytes(shapes, [row for _, row in rows]), free_bytes(part.device))

@@ -17,7 +17,7 @@ from windlass.evals.speed.measure import Clock
 Line = dict[str, Any]
 Work = Callable[[], object]
 LEAST_ROUNDS, MOST_ROUNDS = 3, 9
-LEAST_S = 0.01  # of what is timed as one: a clock and a wait cost microseconds
+LEAST_S = 0.01  # least time of one sample: a clock and a wait cost microseconds
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Part:
 
     @property
     def compiler(self) -> str:
-        """The backend of `torch.compile`; elsewhere one that takes no minutes."""
+        """The backend of `torch.compile` on a GPU, elsewhere a fast one."""
         return "inductor" if self.is_gpu else "eager"
 
     @property
@@ -97,7 +97,7 @@ class Part:
         print(f"{self.name}: skipped {what}: {why}", flush=True)
 
     def attempt(self, what: str, measure: Work) -> None:
-        """Measure; or skip what the time, the memory or Windlass does not allow."""
+        """Measure, and skip work beyond the time, the memory or Windlass' limits."""
         if self.left_s <= 0:
             self.skip(what, "no time left for it")
             return
@@ -113,7 +113,7 @@ class Part:
             torch.cuda.empty_cache()
 
     def alternate(self, works: dict[str, Work], share: float = 1.0) -> dict[str, Line]:
-        """Time all works in turn, round after round, in the `share` of the time that is left; see `summary`.
+        """Time all works in turn, round after round, in the `share` of the time that is left. See `summary`.
 
         Each runs twice before, and then so often in a row that a clock can tell.
 
@@ -139,7 +139,7 @@ class Part:
     def take_turns(self, timed: Sequence[Timed], share: float) -> tuple[list[list[float]], list[int | None]]:
         """Seconds of each round of things that go back after a run, in turn, and the most bytes that a run took.
 
-        Those bytes come on top of what was allocated before the run; None on a CPU.
+        Those bytes come on top of what was allocated before the run (None on a CPU).
 
         Raises: OutOfTime, like `alternate`.
         """
@@ -177,7 +177,7 @@ class Part:
         return time.perf_counter() - start
 
     def recorded(self, work: Work) -> tuple[Work, str | None]:
-        """`work` as a CUDA graph, so that the host's share is not timed; or as it is, and why.
+        """`work` as a CUDA graph, so that the host's share is not timed, or `work` itself and the reason.
 
         Source: the steps to capture a graph, PyTorch's "CUDA semantics".
         """
@@ -200,7 +200,7 @@ class Part:
 
 
 def append(out: Path, line: Line) -> None:
-    """Append one line; what was there stays, whatever happens after."""
+    """Append one line. Earlier lines stay, even if a later one fails."""
     with out.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line, ensure_ascii=False) + "\n")
 

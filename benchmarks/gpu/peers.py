@@ -26,7 +26,7 @@ from windlass.evals.speed.workloads import BenchLists
 from windlass.hf.forward import LayerShape, layer_shapes
 
 COMPILED_STEPS = 4  # until a step is compiled, recorded and replayed
-CACHES = 8  # of the full text, that are there at most: four, and what growing ones take and copy
+CACHES = 8  # at most so many of the full text exist at once: four, and growing ones with their copies
 
 
 def measure(part: Part, shape: str) -> None:
@@ -127,7 +127,7 @@ class Static(Transformers):
         return clock() - started
 
     def take_back(self) -> None:
-        """Behind the text again; what was written stays in place, unseen."""
+        """Go back to the end of the text. Written tokens stay in memory, unseen."""
         layer: Any
         for layer in self._cache.layers:
             layer.cumulative_length.fill_(self._depth)

@@ -2,7 +2,7 @@
 
     python -m gpu.tables OUT/gpu.jsonl
 
-Tells of the last run in the file; a table for what it has, and a list of what it lacks. A pure function of the
+Describes the last run in the file: tables of its measurements, and a list of missing ones. A pure function of the
 lines: every ratio is made here.
 """
 
@@ -29,7 +29,7 @@ The bars:"""
 
 
 def section(lines: Sequence[Line]) -> str:
-    """Markdown of the last run; without one, what is asked and how to measure it."""
+    """Markdown of the last run. Without a run, the questions and how to measure them."""
     starts = [index for index, line in enumerate(lines) if line["kind"] == "run"]
     run = lines[starts[-1] :] if starts else []
     bars = table(["bar", "asked", "worst, and where", "places", "met"], [bar.cells(run) for bar in BARS])

@@ -49,7 +49,7 @@ def tensors_in(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         if name == "__metadata__":
             continue
         if entry["dtype"] != "BF16":
-            raise ValueError(f"{path}: {name} is {entry['dtype']}, expected BF16; delete the folder to write it anew")
+            raise ValueError(f"{path}: {name} is {entry['dtype']}, expected BF16. Delete the folder to write it again")
         start, end = entry["data_offsets"]
         yield name, whole[start:end].view(np.uint16).reshape(entry["shape"])
 
@@ -61,7 +61,7 @@ def paired(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_tensors(writer: GGUFWriter, path: Path, heads: int, kv_heads: int) -> None:
-    """Write what the writer was told, and the tensors of a safetensors file; then close it."""
+    """Write the writer's metadata and the tensors of a safetensors file, then close it."""
     for name, bits in tensors_in(path):
         if bits.ndim == 1:
             writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))

@@ -4,13 +4,13 @@
     PYTHONPATH=benchmarks python -m peers.run --shape 7b-mha --layers 4 --depths 0 4096 --peers windlass llama-cpp
     PYTHONPATH=benchmarks python -m peers.run --shape tiny --depths 0 64 --rounds 2 --out /dev/null
 
-Every peer is a process that keeps its model; only one works at a time, the others sleep. A test at
+Every peer is a process that keeps its model. Only one works at a time, the others sleep. A test at
 a depth is run once by each to warm up, then by each in turn, round after round, in an order that
 moves on by one. Prints llama-bench's table (mean and standard deviation) and appends every sample
-to `--out` as a JSON line; `tables.py` makes the documentation's tables of it.
+to `--out` as a JSON line. `tables.py` makes the documentation's tables of it.
 
 Before anything is timed, all peers read the same tokens, and their logits have to agree. Peers of other
-packages live in `.venv-peers`, which `make bench-peers` fills; missing ones are left out.
+packages live in `.venv-peers`, which `make bench-peers` fills. Missing ones are left out.
 
 `--fill` does not read the text before a test where a cache can be filled. In every round memory is read, too, by
 `PlainRead`.
@@ -153,7 +153,7 @@ def check(workers: list[Worker], least: float) -> None:
 def measure(
     workers: list[Worker], test: str, tokens: int, depth: int, options: argparse.Namespace
 ) -> dict[str, list[float]]:
-    """Tokens per second of each worker, one per round; each sample is also appended to `out`."""
+    """Tokens per second of each worker, one per round. Each sample is also appended to `out`."""
     taking, memory = [worker for worker in workers if worker.takes(test, tokens, depth)], options.memory
     rates: dict[str, list[float]] = {worker.name: [] for worker in taking}
     for worker in taking:

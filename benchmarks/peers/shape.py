@@ -10,13 +10,13 @@ PEERS = Path(__file__).parents[2] / ".venv-peers"
 ROPE_THETA = 10000.0
 NORM_EPS = 1e-5
 CONTEXT = 131072
-# Of a number, scales included: one of 2 bytes for a whole row; a scale and a zero point for each group of 128.
+# Per number, scales included: a scale of 2 bytes for a whole row, or a scale and a zero point for each group of 128.
 WEIGHT_BYTES = {"auto": 2.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama with an untied head; sizes as in its configuration."""
+    """A Llama with an untied head, with sizes as in its configuration."""
 
     name: str
     layers: int

@@ -2,8 +2,8 @@
 
     PYTHONPATH=benchmarks python -m peers.tables .venv-peers/samples.jsonl
 
-One section per model and day: medians, and the ratios of Windlass to each within a round. Rows are those that were
-measured; none is left out for its result. A pure function of the lines.
+One section per model and day: medians, and the ratios of Windlass to each within a round. All measured rows
+are shown, good or bad. A pure function of the lines.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def tables(lines: Iterable[str]) -> str:
 
 
 def runs(lines: Iterable[str]) -> list[Run]:
-    """Every run, in the order of the lines; what was measured again in turn comes to what was there.
+    """Every run, in the order of the lines. A repeated measurement is added to the earlier one.
 
     Raises: ValueError when a sample comes before a run, or a peer before its description.
     """

@@ -20,7 +20,7 @@ class TorchPeer(Peer):
     """The common part of the three: the model, and how it is called.
 
     A prompt is read as `generate` of the library reads it: at once by transformers, which then asks its
-    model for the logits of the last column (`logits_to_keep=1`); in chunks by Windlass.
+    model for the logits of the last column (`logits_to_keep=1`), and in chunks by Windlass.
     """
 
     def __init__(self, model: PreTrainedModel, about: About) -> None:
@@ -34,7 +34,7 @@ class TorchPeer(Peer):
         self.last = self.model(torch.tensor([ids]), past_key_values=self.cache, logits_to_keep=1).logits
 
     def read(self, ids: list[int], size: int | None = None) -> None:
-        """In steps of `size`; None: as a user of the library would have it read."""
+        """Read in steps of `size` (None: as a user of the library would)."""
         super().read(ids, len(ids) if size is None else size)
 
     def logits(self) -> list[float]:
@@ -142,7 +142,7 @@ def filled(model: PreTrainedModel, depth: int) -> DynamicCache:
 
 
 def loaded(shape: Shape, weights: str) -> PreTrainedModel:
-    """The model, its weights in memory of its own; codes of `weights` instead, unless that is "auto"."""
+    """The model, its weights in memory of its own, or codes of `weights` unless that is "auto"."""
     model: PreTrainedModel
     model = LlamaForCausalLM.from_pretrained(shape.folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
     for parameter in model.parameters():

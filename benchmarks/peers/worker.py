@@ -18,7 +18,7 @@ from typing import Any
 
 from peers.shape import Shape, shape_of
 
-# What llama.cpp computes at once by default, and Windlass too.
+# Tokens that llama.cpp and Windlass compute at once by default.
 CHUNK = 512
 
 
@@ -26,7 +26,7 @@ CHUNK = 512
 class About:
     """A worker's description, sent before the first command.
 
-    `most_prompt`: longest prompt that it reads in reasonable time; None for any.
+    `most_prompt`: longest prompt that it reads in reasonable time (None: any).
     """
 
     peer: str
@@ -40,10 +40,10 @@ class About:
 class Answer:
     """A worker's answer to a command.
 
-    `cpu_s`: processor time of the run. `idle_cpu_s`: that since the answer before, which is what the
-    worker used while another was measured. `hold_s`: what reading `depth` tokens took before; 0 if they were held.
-    `peak_bytes`: most memory of the process since it answered first, files that it maps included; 0 where the system
-    does not tell.
+    `cpu_s`: processor time of the run. `idle_cpu_s`: processor time since the answer before, used while
+    another worker was measured. `hold_s`: time of reading `depth` tokens before, 0 if they were held.
+    `peak_bytes`: most memory of the process since it answered first, files that it maps included, 0 where the system
+    does not report it.
     """
 
     seconds: float
@@ -73,14 +73,14 @@ class Peer(ABC):
 
     @abstractmethod
     def feed(self, ids: list[int]) -> None:
-        """Read `ids` in one step; the logits after the last are computed when this returns."""
+        """Read `ids` in one step. The logits after the last are computed when this returns."""
 
     @abstractmethod
     def logits(self) -> list[float]:
         """The logits after the last token that was fed."""
 
     def read(self, ids: list[int], size: int | None = None) -> None:
-        """Feed `ids` in steps of `size`; None: in the library's own way, here CHUNK."""
+        """Feed `ids` in steps of `size` (None: in the library's own way, here CHUNK)."""
         for at in range(0, len(ids), size or CHUNK):
             self.feed(ids[at : at + (size or CHUNK)])
 
@@ -138,7 +138,7 @@ def forget_peak() -> None:
 
 
 def peak_bytes() -> int:
-    """Most memory of this process since then; 0 where the system does not tell."""
+    """Most memory of this process since then, 0 where the system does not report it."""
     path = Path("/proc/self/status")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)

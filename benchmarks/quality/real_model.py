@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "smollm2.jsonl"
 RECALLED = "KeyDiff, half recalled"
 KEY = ("table", "row", "tokens", "budget", "chunk", "part")
 UNIFORM = {"policy": "random(keep_prompt=False)"}
-Variants = dict[str, dict[str, Any]]  # options of `CacheOptions` by row; `half` recalls half of the budget
+Variants = dict[str, dict[str, Any]]  # options of `CacheOptions` by row. `half` recalls half of the budget
 MERGES, STORES = ("mean_count", "mean_count(next)"), ("int8", "int4")
 MODES = ("auto", "original", "compact", "clamp(8192)")
 
@@ -117,7 +117,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
 
 
 def run(material: Material, wanted: list[Cell], results: Path, minutes: float) -> None:
-    """Measure what is missing in `results` and append it; no cell begins after so many minutes."""
+    """Measure cells that are missing in `results` and append them. No cell begins after so many minutes."""
     began = time.monotonic()
     done = {tuple(line[name] for name in KEY) for line in lines_of(results)}
     for cell in wanted:

@@ -159,7 +159,7 @@ def merged(lines: Sequence[Line]) -> str:
 
 
 def page(lines: Sequence[Line], wanted: int, novels: Sequence[str]) -> str:
-    """The page in Markdown; sections of which nothing has run say so."""
+    """The page in Markdown. Sections without runs say so."""
     machines = dict.fromkeys(
         f"{x['cpu']}, {x['threads']} thread{'s' * (x['threads'] > 1)} of {x['cores']} cores that other work shared, "
         f"torch {x['torch']}, {x['date']}"

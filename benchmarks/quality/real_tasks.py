@@ -16,7 +16,7 @@ from windlass.engine import templates
 from windlass.engine.text import encode
 from windlass.evals import texts
 
-BLOCK = 256  # tokens; the mean loss of a block is one sample of a paired interval
+BLOCK = 256  # tokens. The mean loss of a block is one sample of a paired interval
 STREAM_ROWS, FACT_ROWS, CHATS = 8, 24, 8
 PINNED = 32  # tokens at the start of a novel that stand for a prompt where there is none
 TURNS, REPLY = 16, 24
@@ -40,19 +40,19 @@ class Material:
         return cls(model, tokenizer, [tokenizer(body, add_special_tokens=False).input_ids for body in bodies])
 
     def spans(self, rows: int, tokens: int, part: int) -> list[list[int]]:
-        """Stretches of equal length, spread over all novels in turn; each `part` has others."""
+        """Stretches of equal length, spread over all novels in turn. Each `part` has others."""
         found = []
         for row in range(rows):
             ids = self.novels[row % len(self.novels)]
             room = max(len(ids) - tokens, 0)
-            start = random.Random(f"{part} {row}").randrange(room // 20, room + 1)  # past what precedes a novel
+            start = random.Random(f"{part} {row}").randrange(room // 20, room + 1)  # past the text before a novel
             found.append(ids[start : start + tokens])
         return found
 
 
 @torch.inference_mode()
 def streamed(material: Material, options: CacheOptions, tokens: int, part: int, has_twin: bool) -> dict[str, object]:
-    """Mean loss, in nats per token, of each block of each row; with `has_twin` a full cache reads beside it.
+    """Mean loss, in nats per token, of each block of each row. With `has_twin` a full cache reads beside it.
 
     Then `kl` is the mean divergence of the predictions with the cache from those of the full one, in nats per token,
     and `same` the share of tokens whose most likely successor is the same, both past the first half of the text.

@@ -3,7 +3,7 @@
     PYTHONPATH=benchmarks python -m speed.paired --depth 0 >> benchmarks/results/paired.jsonl
     PYTHONPATH=benchmarks python -m speed.paired --prompt 512 --pairs 12 >> benchmarks/results/paired.jsonl
 
-Two processes that take rotation by the second meet different neighbours on a shared machine; here a pair is
+Two processes that take rotation by the second meet different neighbours on a shared machine. Here a pair is
 as short as can be. Prints one JSON line: the medians, and the median of the pairs' ratios.
 """
 
@@ -33,7 +33,7 @@ class Pair:
         self.attached = windlass.attach(copy.deepcopy(self.plain, {id(p): p for p in self.plain.parameters()}))
 
     def read(self, model: PreTrainedModel, cache: DynamicCache | windlass.KVCache, ids: torch.Tensor) -> None:
-        """All of `ids`, in chunks; logits of the last token of each."""
+        """Read all of `ids` in chunks. Returns the logits of the last token of each."""
         for piece in ids.split(CHUNK, 1):
             model(input_ids=piece, past_key_values=cache, logits_to_keep=torch.tensor([piece.shape[1] - 1]))
 

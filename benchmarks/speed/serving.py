@@ -4,7 +4,7 @@
     windlass serve FOLDER --rows 16 --budget 1024 --port 8001 &
     PYTHONPATH=benchmarks python -m speed.serving clients NAME 8001 PID >> benchmarks/results/serving.jsonl
 
-Any server may be measured; PID is its process, whose memory is read. Prompts are pieces of a novel that differ in
+Any server may be measured. PID is its process, whose memory is read. Prompts are pieces of a novel that differ in
 their first words, so that none is a beginning of another, but for those that are sent twice on purpose. Standard
 library only, but for `model`.
 """
@@ -80,7 +80,7 @@ class Server:
 
 
 def side_by_side(server: Server, prompts: list[str], tokens: int) -> tuple[list[Answer], float]:
-    """All prompts at once, each by a client of its own; their answers, and seconds until the last one ended."""
+    """All prompts at once, each by a client of its own. Returns their answers, and seconds until the last one ended."""
     answers: list[Answer] = []
     threads = [
         threading.Thread(target=lambda prompt=prompt: answers.append(server.asked(prompt, tokens)))

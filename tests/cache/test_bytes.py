@@ -81,7 +81,7 @@ def test_bytes_are_those_of_all_that_is_kept_alive(
     cache.compress(12)
     check()
     handle = model.model.layers[1].register_forward_pre_hook(lambda *_: check())
-    read(model, cache, ids[:, 50:53], 3)  # what it takes to undo an interrupted pass counts while it runs
+    read(model, cache, ids[:, 50:53], 3)  # bytes for undoing an interrupted pass count while it runs
     handle.remove()
     cache.reset()
     check()

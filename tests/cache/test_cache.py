@@ -145,7 +145,7 @@ def test_positions_that_do_not_follow_are_refused_and_nothing_is_changed(attache
         ({"chunk": 0}, "chunk must be from 1"),
         ({"batch": 0}, "batch must be from 1"),
         ({"rollback": -2}, "rollback must be from 0"),
-        ({"positions": "compacted"}, "is not a position mode; use one of: auto, original, compact"),
+        ({"positions": "compacted"}, "is not a position mode. Use one of: auto, original, compact"),
         ({"positions": "clamp(0)"}, "limit must be from 1"),
         ({"positions": "self_extend(8, 64, 2)"}, "self_extend takes group and window, each once"),
         ({"positions": "clamp(far)"}, "limit must be a whole number, got 'far'"),

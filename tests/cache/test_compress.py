@@ -177,7 +177,7 @@ def test_the_default_window_follows_the_budget_and_a_given_one_stays(attached_mo
         (8, None, r"budget \(8 tokens\) must be at least sinks \(4\) \+ window \(5\) \+ 1, which is 10"),
         (12, 8, r"budget \(12 tokens\) must be at least sinks \(4\) \+ window \(8\) \+ 1, which is 13"),
         (12, 0, "window must be from 1"),
-        (21, None, "compress to 21 tokens, but the cache keeps 20; a budget can only be lowered"),
+        (21, None, "compress to 21 tokens, but the cache keeps 20. A budget can only be lowered"),
     ],
 )
 def test_a_bad_budget_is_one_line_and_changes_nothing(
@@ -200,7 +200,7 @@ def test_a_policy_that_saw_no_queries_says_so(plain_model: Models, attached_mode
         held_elsewhere = plain_model("llama")(text(30), use_cache=True).past_key_values
     model = attached_model("llama")
     cache = KVCache.from_rotated(model, held_elsewhere, CacheOptions(policy=ExpectedAttention()))
-    with pytest.raises(UsageError, match=r"compress: ExpectedAttention.* has seen no queries yet; let the model read"):
+    with pytest.raises(UsageError, match=r"compress: ExpectedAttention.* has seen no queries yet. Let the model read"):
         cache.compress(12)
     read(model, cache, text(1), 1)
     cache.compress(12)

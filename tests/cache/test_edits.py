@@ -167,7 +167,7 @@ def test_rows_can_be_selected_and_repeated(attached_model: Models, text: Text) -
     ("edit", "words"),
     [
         (lambda c: c.shift(0, 10, -1), "would move position 0 before 0"),
-        (lambda c: c.shift(5, 10, 3), "onto positions 8 to 12, where others stand"),
+        (lambda c: c.shift(5, 10, 3), "onto positions 8 to 12, which other tokens hold"),
         (lambda c: c.shift(5, 10, 30), "to 39, past the text's end at 20"),
         (lambda c: c.drop(5, 3), r"range \[5, 3\) ends before it starts"),
         (lambda c: c.divide(0, 5, 0), "by must be from 1 to 1073741824, got 0"),
@@ -205,7 +205,7 @@ def test_a_step_without_tokens_is_forgotten_like_any_other(attached_model: Model
     model(text(1, rows=3), attention_mask=torch.zeros(3, 1, dtype=torch.long), past_key_values=cache)
     cache.select_rows(torch.tensor([0, 1]))
     read(model, cache, text(2, rows=2), 2)
-    with pytest.raises(UsageError, match="rollback of 3 tokens reaches past"):
+    with pytest.raises(UsageError, match="rollback of 3 tokens is more than"):
         cache.rollback(3)
 
 

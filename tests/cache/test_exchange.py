@@ -134,7 +134,7 @@ def test_nothing_is_left_of_a_cleared_row(attached_model: Models, text: Text, st
     cache = cache_of(model, batch=3, policy="h2o", store=store)
     read(model, cache, ids, 13)
     for layer in cache.layers:
-        layer.forget_steps(0)  # what was reserved for a rollback is free
+        layer.forget_steps(0)  # slots reserved for a rollback are free
     before = [{name: tensor.clone() for name, tensor in layer.tensors().items()} for layer in cache.layers]
     cache.clear_row(1)
     for layer, was in zip(cache.layers, before, strict=True):

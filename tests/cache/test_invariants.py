@@ -20,7 +20,7 @@ from windlass.policies.wrappers import keeps_newest
 from windlass.testing import SLIDING_WINDOW, VOCABULARY
 
 BATCH, SINKS, WINDOW = 2, 2, 3
-PHASES = [Phase.generate]  # the same sequences every time; shrinking one would take minutes
+PHASES = [Phase.generate]  # the same sequences every time: shrinking one would take minutes
 
 
 @dataclass

@@ -180,7 +180,7 @@ def test_what_is_rolled_back_was_never_there(
 
     assert_same(rolled_back(fed(30, *(1,) * 8), 5), fed(30, *(1,) * 3))
     assert_same(rolled_back(fed(30, 1, 1, 7), 4), fed(30, 1, 1, 3))
-    if budget is None:  # a chunk of a prompt reads what single tokens would have evicted
+    if budget is None:  # a chunk of a prompt reads tokens that single steps would have evicted
         assert_same(rolled_back(fed(30, 20), HEADROOM), fed(30, 4))
     kept, twin = rolled_back(fed(30, 1, 1, 7), 4), fed(30, 1, 1, 3)
     kept.save(tmp_path / "runs")
@@ -279,7 +279,7 @@ def test_it_goes_with_stores_and_recall(attached_model: Models, text: Text) -> N
 def test_what_cannot_join_as_it_comes_is_refused(attached_model: Models) -> None:
     model = attached_model("llama")
     for rule in ("sum", "pick"):
-        with pytest.raises(UsageError, match=rf"merge={rule} takes no means, and DMC\(.*; use mean_count, mean, weigh"):
+        with pytest.raises(UsageError, match=rf"merge={rule} takes no means, and DMC\(.*. Use mean_count, mean, weigh"):
             KVCache(model, 20, DMC(), merge=rule)
     with pytest.raises(UsageError, match="merge=mean needs a budget"):
         KVCache(model, merge="mean")

@@ -135,10 +135,10 @@ def test_spliced_merged_tokens_keep_their_counts(attached_model: Models, text: T
     ("options", "message"),
     [
         ({"budget": None, "merge": "mean"}, "merge=mean needs a budget"),
-        ({"merge": "average"}, "merge='average' is not a rule; use one of: mean_count, mean, sum, pick, weighted, or"),
-        ({"merge": "keepkv"}, "merge='keepkv' is not a rule; use one of: mean_count, mean, sum, pick, weighted, or"),
+        ({"merge": "average"}, "merge='average' is not a rule. Use one of: mean_count, mean, sum, pick, weighted, or"),
+        ({"merge": "keepkv"}, "merge='keepkv' is not a rule. Use one of: mean_count, mean, sum, pick, weighted, or"),
         ({"merge": "mean(rotated)"}, r"merge='mean\(rotated\)': 'rotated' is not a setting"),
-        ({"merge": "mean(far)"}, r"merge='mean\(far\)': 'far' is not a setting; use one of: nearest, next, as in"),
+        ({"merge": "mean(far)"}, r"merge='mean\(far\)': 'far' is not a setting. Use one of: nearest, next, as in"),
         ({"merge": "pick(next)", "store": "int4(newest=4)"}, r"merge=pick\(next\) does not go with store int4"),
     ],
 )
@@ -164,7 +164,9 @@ def test_a_file_of_an_unknown_rule_is_refused(attached_model: Models, text: Text
     cache = KVCache(model, budget=20, merge=Unknown(), policy=Recent())
     read(model, cache, text(30), 30)
     cache.save(tmp_path / "unknown")
-    with pytest.raises(PromptCacheError, match="merge='keepkv' is not a rule; use one of: mean_count, mean, sum, pick"):
+    with pytest.raises(
+        PromptCacheError, match=r"merge='keepkv' is not a rule\. Use one of: mean_count, mean, sum, pick"
+    ):
         KVCache.load(tmp_path / "unknown", model)
 
 

@@ -193,7 +193,7 @@ def test_merging_shows_all_that_was_not_yet_merged(attached_model: Models, text:
     [
         ({"merge": "mean(threshold=2)"}, "threshold of a merge must be a cosine from -1 to 1, got 2"),
         ({"merge": "mean(threshold=a)"}, "threshold must be a number, got 'a'"),
-        ({"merge": "mean(rate=0.1)"}, "'rate' is not a setting; the only number is threshold"),
+        ({"merge": "mean(rate=0.1)"}, "'rate' is not a setting. The only number is threshold"),
         ({"merge": "mean(next, nearest)"}, "target is given twice"),
         ({"merge": "mean(threshold=0.1, threshold=0.2)"}, "threshold is given twice"),
     ],

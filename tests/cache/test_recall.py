@@ -250,12 +250,12 @@ def test_describe_tells_both_sizes(attached_model: Models, text: Text) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"recall": 12}, "recall (12 tokens) must be a multiple of 8, the tokens of a page; use 8 or 16"),
+        ({"recall": 12}, "recall (12 tokens) must be a multiple of 8, the tokens of a page. Use 8 or 16"),
         ({"recall": 8, "budget": None}, "recall (8 tokens) needs a budget"),
         ({"recall": -8}, "recall"),
         ({"recall_store": "int4(newest=3)"}, "asks for tokens in full precision, which a recall store does not have"),
         ({"recall_store": "int5"}, "is not a store"),
-        ({"recall_folder": "/nowhere/at/all"}, "is no folder; make it first"),
+        ({"recall_folder": "/nowhere/at/all"}, "is no folder. Make it first"),
         ({"recall_folder": 3}, "recall_folder"),
     ],
 )
@@ -271,5 +271,5 @@ def test_a_splice_that_would_lose_tokens_is_refused(attached_model: Models, text
     for cache in caches:
         read(model, cache, text(20), 13)
     for mine, other in (caches, caches[::-1]):
-        with pytest.raises(UsageError, match="make both with recall, or both without"):
+        with pytest.raises(UsageError, match="Make both with recall, or both without"):
             mine.splice(other)

@@ -19,7 +19,7 @@ from windlass.kernels import reference
 def test_pages_with_the_best_digests_are_enough(
     monkeypatch: pytest.MonkeyPatch, attached_model: Models, text: Text, family: str
 ) -> None:
-    monkeypatch.setattr(recall, "CANDIDATES", 3)  # fewer than the 12 pages that are recalled; 128 have room
+    monkeypatch.setattr(recall, "CANDIDATES", 3)  # fewer than the 12 recalled pages, with room for 128
     model, ids = attached_model(family), text(67, 2)
     caches = both(model, batch=2, policy="keydiff", positions="original")
     read_both(model, caches, ids[:, :50], 13)

@@ -77,7 +77,7 @@ def test_a_splice_into_an_empty_cache_that_cannot_hold_it_is_refused(attached_mo
     other = KVCache(attached_model("llama"), budget=24, policy=KeyDiff())
     read(attached_model("llama"), other, text(60), 60)
     cache = KVCache(attached_model("llama"), budget=24, policy=Recent())
-    with pytest.raises(UsageError, match="make this cache with a policy that ranks per head"):
+    with pytest.raises(UsageError, match="Make this cache with a policy that ranks per head"):
         cache.splice(other)
     assert cache.bytes_held == 0
     with pytest.raises(UsageError, match="made for another model"):
@@ -233,7 +233,7 @@ def test_sinks_that_the_window_has_left_behind_give_up_their_slots(
     ids, model = text(40), attached_model("mistral")
     cache = KVCache(model, budget=8, policy=H2O(), sinks=3, window=2)
     read(model, cache, ids, 5)
-    # What no later token can see goes first, at the very step that hides it: 29 = 40 - 11.
+    # Tokens that no later token can see go first, at the very step that hides it: 29 = 40 - 11.
     assert all(min(head) > 29 for head in held(cache))
     distance = torch.arange(11)[:, None] - torch.arange(11)[None]
     truth = masked(plain_model("mistral"), ids[:, :11], distance >= 0)

@@ -102,13 +102,13 @@ def test_rollback_too_far_is_refused_and_changes_nothing(attached_model: Models,
         read(model, cache, ids[:, :20], 20)
         read(model, cache, ids[:, 20:], 1)
         before = held(cache)
-        with pytest.raises(UsageError, match=f"rollback of {allowed + 1} tokens reaches past what layer 0"):
+        with pytest.raises(UsageError, match=f"rollback of {allowed + 1} tokens is more than layer 0"):
             cache.rollback(allowed + 1)
         assert held(cache) == before
         assert cache.next_positions == [45]
         cache.rollback(allowed)
         assert cache.next_positions == [45 - allowed]
-    with pytest.raises(UsageError, match="rollback of 99 tokens, but row 0 stands at position"):
+    with pytest.raises(UsageError, match="rollback of 99 tokens, but row 0 is at position"):
         cache.rollback(99)
     with pytest.raises(UsageError, match="tokens must be from 0 to 1073741824, got -1"):
         cache.rollback(-1)

@@ -27,7 +27,7 @@ def limits(budget: int) -> Limits:
 @pytest.mark.parametrize(
     ("layers", "budget", "expected"),
     [
-        # 14 a head beside 6: 42 for each layer. 21 for heads 0 and 2, 7 for head 1; 3.5 and 28. Head 1 gets
+        # 14 a head beside 6: 42 for each layer. 21 for heads 0 and 2, 7 for head 1. Then 3.5 and 28. Head 1 gets
         # the one that is left, for it takes two to raise the pair that lacks half a token.
         (APART, 20, [[27, 14], [9, 34]]),
         ([[1.0, 3.0], None, [2.0, 2.0]], 16, [[11, 21], [], [16]]),
@@ -125,7 +125,7 @@ def assert_twins(grouped: KVCache, plain: KVCache) -> None:
                 torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-# Random draws by the number of a head in its group; where one ranking is for all heads, it is for those of a group.
+# Random draws by the number of a head in its group. A ranking for all heads is one for all heads of a group.
 RANKED_APART = [name for name, kind in NAMES.items() if kind is not windlass.policies.Random and kind().needs.per_head]
 
 

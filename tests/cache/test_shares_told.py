@@ -17,7 +17,7 @@ def test_what_cannot_be_honoured_is_refused(attached_model: Models, text: Text) 
     with pytest.raises(UsageError, match="measured on another model"):
         KVCache(model, 30, shares=Shares(APART, fingerprint="0abc"))
     for policy in ("composite(key_diff)", "pyramid(key_diff)"):
-        with pytest.raises(UsageError, match="says itself what each layer keeps"):
+        with pytest.raises(UsageError, match="sets the budget of each layer itself"):
             KVCache(model, 30, policy, shares=Shares(APART))
     with pytest.raises(UsageError, match="has 3 kv heads here, and its shares are of 4"):
         read(model, KVCache(model, 30, shares=Shares([[1.0, 2.0, 3.0, 4.0]] * 2)), text(4), 4)

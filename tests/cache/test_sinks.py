@@ -14,7 +14,7 @@ from tests.helpers.models import Models, Text
 from windlass import KVCache
 from windlass.core.errors import UsageError
 
-SINKS = (13, 0, 9)  # of each row; less than 4 is 4
+SINKS = (13, 0, 9)  # of each row, where less than 4 counts as 4
 LIMITS: dict[str, Any] = {"budget": 24, "window": 5, "chunk": 11}
 CASES: list[dict[str, Any]] = [
     *({"policy": policy} for policy in ("recent", "key_diff", "h2o", "snapkv", "tova", "lag_kv", "key_norm")),
@@ -93,7 +93,7 @@ def test_a_row_keeps_its_sinks_where_it_goes(attached_model: Models, text: Text,
 def test_what_is_not_known_or_does_not_fit_is_refused(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(9, 1)
     cache = KVCache(model, sinks="system", **LIMITS)
-    with pytest.raises(UsageError, match=r"call cache\.set_sinks"):
+    with pytest.raises(UsageError, match=r"Call cache\.set_sinks"):
         windlass.prefill(model, cache, ids.tolist())
     with pytest.raises(UsageError, match="has 19 tokens, and the budget of 24 tokens has room for 18 beside"):
         cache.set_sinks(19)
@@ -101,7 +101,7 @@ def test_what_is_not_known_or_does_not_fit_is_refused(attached_model: Models, te
     windlass.prefill(model, cache, ids.tolist())
     with pytest.raises(UsageError, match=r"this cache has sinks=4"):
         KVCache(model, **LIMITS).set_sinks(3)
-    with pytest.raises(UsageError, match="sinks must be a whole number from 0, or 'system'; got 'all'"):
+    with pytest.raises(UsageError, match="sinks must be a whole number from 0, or 'system', got 'all'"):
         KVCache(model, sinks="all")
     with pytest.raises(UsageError, match="of which a layer keeps"):
         KVCache(model, sinks="system", policy="pyramid(key_diff)", **LIMITS).set_sinks(18)

@@ -13,7 +13,7 @@ from windlass.core.step import AttentionCall
 from windlass.policies import H2O, KeyDiff, Policy, Random, Smoothed
 
 DECODE = [policy for policy in POLICIES if not isinstance(policy, Random)] + [Random(keep_prompt=False)]
-"""`Random` otherwise asks what came in several tokens at a time."""
+"""`Random` otherwise depends on the tokens that came in one step."""
 
 
 def both_ways(model: object, ids: Tensor, sizes: list[int], **options: object) -> None:
@@ -134,7 +134,7 @@ def test_rollback_reaches_a_verification_pass_and_no_further(attached_model: Mod
     read(model, cache, ids[:, :40], 40)
     read(model, cache, ids[:, 40:44], 1)
     read(model, cache, ids[:, 44:49], 5)
-    with pytest.raises(UsageError, match="rollback of 9 tokens reaches past"):
+    with pytest.raises(UsageError, match="rollback of 9 tokens is more than"):
         cache.rollback(9)
     twin = KVCache(model, budget=14, policy=H2O(), window=2, rollback=3)
     read(model, twin, ids[:, :40], 40)

@@ -44,7 +44,7 @@ def tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 
 
 CONFIGS = [
-    ({"num_hidden_layers": -1}, "config.json: num_hidden_layers is -1; it must be a whole number of at least 1"),
+    ({"num_hidden_layers": -1}, "config.json: num_hidden_layers is -1. It must be a whole number of at least 1"),
     ({"num_hidden_layers": 0}, "config.json: num_hidden_layers is 0"),
     ({"num_hidden_layers": "five"}, "config.json: num_hidden_layers is 'five'"),
     ({"num_attention_heads": 0}, "config.json: num_attention_heads is 0"),
@@ -56,7 +56,7 @@ CONFIGS = [
     ({"num_hidden_layers": 6}, "its weights lack 9 tensors, the first is model.layers.5."),
     ({"rope_parameters": {"rope_type": "banana", "rope_theta": 10000.0}}, "config.json: rope_type is 'banana', which"),
     ({"model_type": "banana"}, "banana"),
-    ({"model_type": "t5"}, "a t5 writes no text token by token; use a decoder"),
+    ({"model_type": "t5"}, "a t5 writes no text token by token. Use a decoder"),
     ({"hidden_act": "banana"}, "config.json: hidden_act is 'banana', which transformers does not know"),
     ({"head_dim": 7}, "config.json cannot be used: Class validation error for validator 'validate_rope': "),
 ]
@@ -97,7 +97,7 @@ def test_a_file_that_is_something_else_is_told(
 def test_a_folder_without_tokenizer_files_is_told(run: Callable[..., Ran], folder: Path) -> None:
     for path in folder.glob("tokenizer*"):
         path.unlink()
-    says = f"model folder {folder} has no tokenizer; copy its files there: tokenizer.json, or tokenizer.model"
+    says = f"model folder {folder} has no tokenizer. Copy its files there: tokenizer.json, or tokenizer.model"
     assert_refused(run("generate", str(folder), "a"), says)
 
 
@@ -123,7 +123,7 @@ def test_weights_that_could_run_code_are_refused_without_torchs_advice(run: Call
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ran = run("generate", str(folder), "a")
-    assert_refused(ran, "hold more than tensors, which could run any code; use a model with model*.safetensors")
+    assert_refused(ran, "hold more than tensors, which could run any code. Use a model with model*.safetensors")
     assert "weights_only" not in ran.err
     assert not (folder / "mark").exists()
 

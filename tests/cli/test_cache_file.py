@@ -114,7 +114,7 @@ def test_a_file_that_is_not_finished_stays_as_it_was(
     file = tmp_path / "file"
     append = ["cache", MODEL, "more", "--prompt-cache", str(file), "--append", "--dtype", "float32"]
     append += ["--policy", "key_diff"]
-    assert_refused(run(*append), f"prompt cache {file} is not there; make it with `windlass cache`")
+    assert_refused(run(*append), f"prompt cache {file} is not there. Make it with `windlass cache`")
     saved(run, file, PROMPT)
     before = file.read_bytes()
     assert_refused(run(*append, "--budget", "16"), "--budget 16 contradicts")
@@ -125,7 +125,7 @@ def test_a_file_that_is_not_finished_stays_as_it_was(
     assert f"{file} stays as it was" in ran.err
     with monkeypatch.context() as patched:
         patched.setattr(prompt_cache, "save_file", Mock(side_effect=OSError(28, "No space left")))
-        assert_refused(run(*append), "the older file there is unchanged")
+        assert_refused(run(*append), "The older file is unchanged")
     assert file.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
@@ -161,13 +161,13 @@ def test_what_was_read_before_an_interrupt_is_kept_and_gone_on_from(
         file.write_bytes(b"old")
     part = Path(f"{file}.part") if has_older else file
     command = ("cache", MODEL, PROMPT, "--prompt-cache", str(file), *LIMITS, "--chunk", "4")
-    assert f"{part} holds the first 8 of 18 tokens; the same command goes on" in interrupted(3, *command).err
+    assert f"{part} holds the first 8 of 18 tokens. The same command continues" in interrupted(3, *command).err
     assert json.loads(run("cache", str(part), "info", "--json").out)["tokens_seen"] == 8
-    assert f"{part} holds the first 12 of 18 tokens; the same command goes on" in interrupted(2, *command).err
+    assert f"{part} holds the first 12 of 18 tokens. The same command continues" in interrupted(2, *command).err
     assert not has_older or file.read_bytes() == b"old"
     ran = run(*command)
     assert ran.code == 0
-    assert f"{part} holds the first 12 of 18 tokens; going on from there" in ran.err
+    assert f"{part} holds the first 12 of 18 tokens. Continuing from there" in ran.err
     assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "whole"]
     assert CacheFile.read(file).contents == CacheFile.read(whole).contents
     assert_same(CacheFile.read(file), CacheFile.read(whole))
@@ -207,7 +207,7 @@ def test_a_policy_that_chooses_at_the_end_reads_all_again(
     file = tmp_path / "file"
     command = ("cache", MODEL, PROMPT, "--prompt-cache", str(file), "--dtype", "float32", "--chunk", "4")
     limits = ("--budget", "12", "--policy", "kvzip")
-    assert "the same command reads all again, because KVzip" in interrupted(3, *command, *limits).err
+    assert "The same command reads all again, because KVzip" in interrupted(3, *command, *limits).err
     assert "going on" not in run(*command, *limits).err
 
 

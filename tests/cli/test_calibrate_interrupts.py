@@ -37,7 +37,7 @@ def test_what_was_measured_is_written(
     ran = run("calibrate", MODEL, str(text), "-o", str(file), "--dtype", "float32", *kind)
     assert ran.code == 130, ran.err
     written = Path(f"{file}.part") if has_older else file
-    assert f"written to {written}; the same command measures all of them anew" in ran.err
+    assert f"written to {written}. The same command measures all of them again" in ran.err
     assert TEXTS_READ[kind](written) == 2
     assert not has_older or file.read_text() == "old"
 
@@ -50,5 +50,5 @@ def test_an_interrupt_before_anything_is_measured_leaves_nothing(
     monkeypatch.setattr(Bar, "__call__", Mock(side_effect=KeyboardInterrupt))
     ran = run("calibrate", MODEL, str(text), "-o", str(file), "--dtype", "float32", *SHARES)
     assert ran.code == 130
-    assert "interrupted; 0 of 3 texts" in ran.err
+    assert "interrupted, 0 of 3 texts" in ran.err
     assert not file.exists()

@@ -32,13 +32,13 @@ def test_chat_goes_on_in_one_cache(
     ran = run("chat", MODEL, *options, stdin="\n".join(lines).encode())
     assert (ran.code, ran.out) == (0, f"{first}\n{second}\n{state}\n{fresh}\n")
     assert ran.err.count("held") == 3
-    assert "/what is no command; /help lists the commands; //what sends it" in ran.err
+    assert "/what is no command. /help lists the commands. //what sends it" in ran.err
 
 
 def test_chat_at_a_bad_line_keeps_what_was_said(run: Callable[..., Ran], in_library: Callable[..., windlass.Result]):
     ran = run("chat", MODEL, "--dtype", "float32", "--max-tokens", "12", stdin=PROMPT.encode() + b"\n\xff\n")
     assert (ran.code, ran.out) == (2, in_library().text + "\n")
-    assert ran.err.endswith("windlass: error: a line on stdin is not UTF-8 text; convert it first\n")
+    assert ran.err.endswith("windlass: error: a line on stdin is not UTF-8 text. Convert it first\n")
 
 
 def chat(run: Callable[..., Ran], *options: str, model: str = MODEL, lines: str = "") -> Ran:

@@ -18,7 +18,7 @@ model, dialogue = cli.model, chats.dialogue  # fixtures
         ("top_k 2.5", "top_k must be a whole number, got '2.5'"),
         ("top-p warm", "top_p must be a number, got 'warm'"),
         ("max_tokens 0", "max_tokens must be at least 1, got 0"),
-        ("heat 3", "/set knows no 'heat'; it sets max_tokens, temperature"),
+        ("heat 3", "/set knows no 'heat'. It sets max_tokens, temperature"),
         ("positions compcat", "positions='compcat' is not a position mode"),
     ],
 )
@@ -47,7 +47,7 @@ def test_tokens_are_counted(dialogue: Make, capsys: pytest.CaptureFixture[str]):
     ChatCommands(talk).obey("tokens", "")
     last = talk.conversation.turns[-1]
     assert capsys.readouterr().out == (
-        f"seen   {len(talk.conversation.ids)} tokens; 2 turns\n"
+        f"seen   {len(talk.conversation.ids)} tokens, 2 turns\n"
         "kept   20 in a layer, under a budget of 20\n"
         f"latest {len(last.prompt)} of the message, {len(last.tokens)} of the reply\n"
     )

@@ -77,7 +77,7 @@ def test_a_system_text_without_a_place_is_refused():
         Conversation(with_template("[{{ messages[-1].role }}]"), system="Be brief.")
     with pytest.raises(windlass.UsageError, match="no chat template"):
         Conversation(with_template(None), system="Be brief.")
-    with pytest.raises(windlass.UsageError, match="goes on from a prompt cache"):
+    with pytest.raises(windlass.UsageError, match="continues a prompt cache"):
         Conversation(with_template(), start=[5, 6], system="Be brief.")
 
 

@@ -39,7 +39,7 @@ def assert_same_text(talk: Dialogue, other: Dialogue) -> None:
 @pytest.mark.parametrize("template", [chats.TEMPLATE, None])
 def test_undo_leaves_no_trace(dialogue: Make, template: str | None):
     talk = after(dialogue(template), FIRST, SECOND)
-    assert talk.undo() == "the last turn is taken back: rolled back; 1 turn left"
+    assert talk.undo() == "the last turn is taken back: rolled back, 1 turn left"
     assert_same_text(talk, after(dialogue(template), FIRST))
     assert_same_text(after(talk, THIRD), after(dialogue(template), FIRST, THIRD))
 
@@ -56,7 +56,7 @@ def test_undo_of_everything_is_an_empty_cache(dialogue: Make):
 def test_undo_past_what_can_be_rolled_back_reads_again(dialogue: Make, model: PreTrainedModel):
     options: dict[str, Any] = {"budget": 20, "policy": windlass.policies.KeyDiff()}
     talk = after(dialogue(**options), FIRST, SECOND, THIRD)
-    assert talk.undo() == "the last turn is taken back: the text before it was read again; 2 turns left"
+    assert talk.undo() == "the last turn is taken back: the text before it was read again, 2 turns left"
     twin = windlass.KVCache(model, **options)
     generate.prefill(model, twin, [talk.conversation.ids])
     assert (talk.cache.tokens, held(talk.cache)) == (twin.tokens, held(twin))
@@ -217,7 +217,7 @@ def test_saving_replaces_conversations_only(dialogue: Make, tmp_path: Path):
     talk.save(tmp_path / "talk")
     after(talk, SECOND).save(tmp_path / "talk")
     assert len(conversation.read(tmp_path / "talk").turns) == 2
-    with pytest.raises(windlass.UsageError, match="does not exist; make it first"):
+    with pytest.raises(windlass.UsageError, match=r"does not exist\. Make it first"):
         talk.save(tmp_path / "none" / "talk")
 
 
@@ -256,4 +256,4 @@ def test_any_error_takes_the_message_back(dialogue: Make, monkeypatch: pytest.Mo
 def test_a_cut_by_max_tokens_is_told_once(dialogue: Make, capsys: pytest.CaptureFixture[str]):
     talk = after(dialogue(show=show_reply), FIRST, SECOND, THIRD)
     assert [turn.ended_with for turn in talk.conversation.turns] == ["", "", ""]
-    assert capsys.readouterr().err.count("ended at max_tokens 5; /set max_tokens 10") == 1
+    assert capsys.readouterr().err.count("ended at max_tokens 5 (/set max_tokens 10") == 1

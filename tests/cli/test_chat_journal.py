@@ -88,7 +88,7 @@ def test_a_chat_that_ended_is_not_offered_but_found(dialogue: Make, tmp_path: Pa
     assert said(chat_of(other.journal.found()).turns) == said(talk.conversation.turns)
     other.answer(SECOND)
     other.reset()
-    other.journal.close()  # nothing was said since: what ended before stays
+    other.journal.close()  # no message since: the ended conversation stays
     assert said(chat_of(dialogue().journal.found()).turns) == said(talk.conversation.turns)
     ChatCommands(dialogue()).obey("resume", "no")
     assert journals(tmp_path) == []
@@ -134,7 +134,7 @@ def test_a_damaged_field_costs_no_line(dialogue: Make, tmp_path: Path):
     saved = conversation.read(file)
     assert (said(saved.turns), saved.skipped) == (said(talk.conversation.turns), 1)
     other = dialogue()
-    assert "; 1 line of the file could not be read" in other.take(saved)
+    assert ", 1 line of the file could not be read" in other.take(saved)
     assert other.cache.tokens == [other.conversation.ids]
 
 
@@ -185,7 +185,7 @@ def test_a_folder_that_cannot_be_written_is_told_once(
     assert len(talk.conversation.turns) == 2
 
 
-# What only a process of its own can show.
+# Tests that need a process of their own.
 
 
 class Terminal:
@@ -244,7 +244,7 @@ def test_a_killed_chat_is_offered_again(dialogue: Make, tmp_path: Path, capsys: 
     journal = Journal(folder / "chats", twin.journal.origin)
     offer(journal)
     assert re.fullmatch(
-        r"an unfinished conversation of 2 turns from \d\d:\d\d is there; /resume goes on with it\n",
+        r"an unfinished conversation of 2 turns from \d\d:\d\d exists. /resume continues it\n",
         capsys.readouterr().err.splitlines(keepends=True)[-1],
     )
     other = dialogue(template=None)

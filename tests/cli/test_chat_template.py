@@ -65,7 +65,7 @@ def test_a_prompt_is_a_message(
         found = json.loads(run("generate", chatty, "Who was he?", *OPTIONS, *options, "--json").out)
         result = in_library(text, max_tokens=4)
         assert (found["prompt_tokens"], found["tokens"]) == (result.prompt_tokens, result.tokens)
-    assert "as it stands (--raw)" in run("generate", chatty, "a", *OPTIONS, "-v", "--raw").err
+    assert "unchanged (--raw)" in run("generate", chatty, "a", *OPTIONS, "-v", "--raw").err
 
 
 @pytest.mark.parametrize("system", [(), ("--system", "Be brief.")])
@@ -111,18 +111,18 @@ def test_a_text_without_messages_comes_before_the_first_one(
 
 def test_what_has_no_place_is_refused(run: Callable[..., Ran], chatty: str, tmp_path: Path):
     brief = ("--system", "Be brief.")
-    assert_refused(run("generate", chatty, "a", *OPTIONS, *brief, "--raw"), "which --raw leaves out; give one of them")
-    assert_refused(run("generate", MODEL, "a", *OPTIONS, *brief), "this model has no chat template; leave --system out")
+    assert_refused(run("generate", chatty, "a", *OPTIONS, *brief, "--raw"), "which --raw leaves out. Give one of them")
+    assert_refused(run("generate", MODEL, "a", *OPTIONS, *brief), "this model has no chat template. Leave --system out")
     assert_refused(run("chat", MODEL, *OPTIONS, *brief, stdin=b"a"), "this model has no chat template")
     file = str(tmp_path / "file")
     assert run("cache", chatty, "a", "--prompt-cache", file, "--dtype", "float32").code == 0
     ran = run("generate", chatty, "a", "--prompt-cache", file, *OPTIONS, *brief)
-    assert_refused(ran, "--system comes before the text of a prompt cache; give it to `windlass cache` instead")
+    assert_refused(ran, "--system comes before the text of a prompt cache. Give it to `windlass cache` instead")
 
 
 def test_a_template_that_fails_is_one_line(run: Callable[..., Ran], tmp_path: Path):
     broken = folder_with("{{ raise_exception('no\nsystem') }}", tmp_path / "broken")
-    says = "this model's chat template fails: no system; `windlass generate --raw` leaves the template out"
+    says = "this model's chat template fails: no system. `windlass generate --raw` leaves the template out"
     assert_refused(run("generate", broken, "a", *OPTIONS), says)
     assert run("generate", broken, "a", *OPTIONS, "--raw").code == 0
 

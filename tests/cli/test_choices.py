@@ -48,7 +48,7 @@ def test_the_defaults_find_the_key_in_a_text_beyond_the_trained_length(
 def test_a_full_cache_read_as_it_stands_is_told_of(run: Callable[..., Ran], long: Path) -> None:
     ran = run("generate", MODEL, "-f", str(long), "-n", "2", "--positions", "original", "--dtype", "float32")
     assert len(notes(ran)) == 1
-    assert "tokens are more than the 1,024 this model was trained on; read them with positions auto" in notes(ran)[0]
+    assert "tokens are more than the 1,024 this model was trained on. Read them with positions auto" in notes(ran)[0]
 
 
 def test_nothing_is_said_of_a_short_text_nor_of_what_was_asked_for(run: Callable[..., Ran]) -> None:
@@ -74,4 +74,4 @@ def test_half_precision_that_nobody_asked_for_is_told_of(run: Callable[..., Ran]
     assert dtype_note("auto", torch.float32, cpu) is None
     assert dtype_note("auto", torch.bfloat16, torch.device("cuda")) is None
     said = notes(run("generate", MODEL, "Hello", "-n", "1"))
-    assert said == ["computed in bfloat16, as the weights are stored; --dtype float32 is more exact"]
+    assert said == ["computed in bfloat16, as the weights are stored. --dtype float32 is more exact"]

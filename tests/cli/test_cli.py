@@ -72,7 +72,7 @@ def test_json_says_by_which_rule_tokens_were_merged(run: Callable[..., Ran], tmp
     saved = run("cache", MODEL, PROMPT, *options, "--dtype", "float32", "--prompt-cache", file)
     assert json.loads(saved.out)["merge"] == "mean_count(next)"
     ran = run(*generate("and", "--prompt-cache", file, "--merge", "mean_count"))
-    assert_refused(ran, f"--merge mean_count contradicts {file}, made with merge mean_count(next); leave it out")
+    assert_refused(ran, f"--merge mean_count contradicts {file}, made with merge mean_count(next). Leave it out")
     assert run(*generate("and", "--prompt-cache", file, "--merge", "mean_count( next )")).code == 0
 
 
@@ -88,7 +88,7 @@ def test_evicted_tokens_are_recalled(run: Callable[..., Ran], tmp_path: Path):
     shown = run("cache", file, "info").out
     assert "recall        16\n" in shown
     assert "recall_store  int4\n" in shown
-    said = f"--recall 8 contradicts {file}, made with recall 16; leave it out"
+    said = f"--recall 8 contradicts {file}, made with recall 16. Leave it out"
     assert_refused(run(*generate("and", "--prompt-cache", file, "--recall", "8")), said)
 
 
@@ -99,10 +99,10 @@ def test_evicted_tokens_are_recalled(run: Callable[..., Ran], tmp_path: Path):
             ("--recall", "16"),
             "recall (16 tokens) needs a budget: without one nothing is evicted that could be recalled",
         ),
-        (("--budget", "12", "--recall-store", "int8"), "recall is 0; give recall, or leave it out"),
+        (("--budget", "12", "--recall-store", "int8"), "recall is 0. Give recall, or leave it out"),
         (("--budget", "12", "--recall", "9"), "recall (9 tokens) must be a multiple of 8"),
         (("--budget", "12", "--recall", "8", "--recall-store", "int5"), "is not a store"),
-        (("--budget", "12", "--recall", "8", "--recall-folder", "/nowhere/at/all"), "is no folder; make it first"),
+        (("--budget", "12", "--recall", "8", "--recall-folder", "/nowhere/at/all"), "is no folder. Make it first"),
     ],
 )
 def test_what_cannot_be_recalled(run: Callable[..., Ran], options: tuple[str, ...], said: str):

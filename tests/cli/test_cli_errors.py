@@ -27,9 +27,9 @@ run = cli.run  # fixture
         (("--top-p", "0"), "top_p must be above 0"),
         (("--seed", "-1"), "seed must be from 0"),
         (("--threads", "0"), "'--threads'"),
-        (("--dtype", "int8"), "dtype 'int8' is unknown; use one of: auto, float32"),
+        (("--dtype", "int8"), "dtype 'int8' is unknown. Use one of: auto, float32"),
         (("--positions", "compcat"), "positions='compcat' is not a position mode"),
-        (("--policy", "snapvk"), "did you mean snapkv?"),
+        (("--policy", "snapvk"), "Did you mean snapkv?"),
         (("--prompt-cache", "no.safetensors"), "prompt cache no.safetensors is not there"),
         (("--frob",), "No such option: --frob"),
     ],
@@ -101,12 +101,12 @@ def test_broken_model_folders_are_one_line(run: Callable[..., Ran], tmp_path: Pa
 
 
 def test_other_wrong_models_are_one_line(run: Callable[..., Ran]):
-    assert_refused(run("generate", __file__, "a"), "is a file; give the folder")
+    assert_refused(run("generate", __file__, "a"), "is a file. Give the folder")
     assert_refused(run("generate", "nobody/nothing", "a"), "model 'nobody/nothing' is no folder here")
 
 
 def test_a_prompt_cache_that_cannot_be_written_is_told_before_reading(run: Callable[..., Ran], tmp_path: Path):
     nowhere = str(tmp_path / "gone" / "x")
     # Not even the model is opened.
-    assert_refused(run("cache", "no model", PROMPT, "--prompt-cache", nowhere), "does not exist; make it first")
+    assert_refused(run("cache", "no model", PROMPT, "--prompt-cache", nowhere), "does not exist. Make it first")
     assert_refused(run("cache", "no model", PROMPT, "--prompt-cache", str(tmp_path)), "is a folder")

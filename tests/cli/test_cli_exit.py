@@ -42,10 +42,10 @@ def test_an_interrupt_keeps_what_was_produced(
     monkeypatch.undo()
     whole = in_library().text
     assert ran.code == 130
-    assert ran.err.startswith("interrupted; prefill ")
+    assert ran.err.startswith("interrupted, prefill ")
     if when == "prefill":
         assert ran.out == ""
-        assert ran.err.startswith("interrupted; prefill 8 of ")
+        assert ran.err.startswith("interrupted, prefill 8 of ")
     else:
         assert len(ran.out) > 5
         assert whole.startswith(ran.out.removesuffix("\n"))
@@ -72,7 +72,7 @@ def test_an_interrupted_cache_does_not_replace_an_older_file(
         patched.setattr(Bar, "__call__", Mock(side_effect=KeyboardInterrupt))
         ran = run("cache", MODEL, PROMPT, "--prompt-cache", str(file))
     assert (ran.code, ran.out, file.read_bytes()) == (130, "", b"old")
-    assert f"{file} stays as it was; {file}.part holds the first 18 of 18 tokens" in ran.err
+    assert f"{file} stays as it was. {file}.part holds the first 18 of 18 tokens" in ran.err
     assert run("cache", MODEL, PROMPT, "--prompt-cache", str(file)).code == 0
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
@@ -115,7 +115,7 @@ def screen(shown: str, columns: int) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-# What only a process of its own can show.
+# Tests that need a process of their own.
 
 
 def environment() -> dict[str, str]:
@@ -155,7 +155,7 @@ def test_ctrl_c_ends_cleanly():
     assert out.endswith(b"\n")
     last = err.decode().strip()
     assert LAST_LINE.fullmatch(last), "more than the last line, or colours"
-    assert last.startswith("interrupted; ")
+    assert last.startswith("interrupted, ")
 
 
 def test_a_full_disk_or_a_closed_pipe_is_no_traceback():

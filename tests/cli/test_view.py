@@ -24,7 +24,7 @@ def test_a_text_is_the_same_while_it_is_recorded(run: Callable[..., Ran], tmp_pa
     recorded = run("generate", MODEL, PROMPT, *OPTIONS, "--record", str(path))
     plain = run("generate", MODEL, PROMPT, *OPTIONS)
     assert (recorded.code, recorded.out) == (0, plain.out)
-    assert f"{path} written; `windlass view {path}` shows it" in recorded.err
+    assert f"{path} written. `windlass view {path}` shows it" in recorded.err
     recording = read_recording(path)
     frames = recording.frames
     assert "".join(frames[-1].strings).replace("<|bos|>", "") == PROMPT + plain.out.rstrip("\n")

@@ -20,7 +20,7 @@ def test_a_whole_number_is_one_of_python(value: object) -> None:
 
 
 WRONG: list[tuple[Callable[[], object], str]] = [
-    (lambda: whole_number("a", 64.0, 5, 99), "a must be a whole number from 5 to 99, got 64.0; write 64"),
+    (lambda: whole_number("a", 64.0, 5, 99), "a must be a whole number from 5 to 99, got 64.0. Write 64"),
     (lambda: whole_number("a", 6.5, 5, 9, ", or None"), "a must be a whole number from 5 to 9, or None, got 6.5"),
     (lambda: whole_number("a", True, 0, 9), "a must be a whole number from 0 to 9, got True"),
     (lambda: whole_number("a", np.bool_(True), 0, 9), "a must be a whole number from 0 to 9, got a bool"),
@@ -30,7 +30,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: real_number("a", "x"), "a must be a number, got 'x'"),
     (lambda: real_number("a", False), "a must be a number, got False"),
     (lambda: check_kind("a", 3, str, "a text"), "a must be a text, got 3"),
-    (lambda: check_kind("a", None, str, "a text", "write one"), "a must be a text, got None; write one"),
+    (lambda: check_kind("a", None, str, "a text", "Write one"), "a must be a text, got None. Write one"),
 ]
 
 

@@ -18,7 +18,7 @@ from windlass.evals.tasks import NAMES
     ],
 )
 def test_a_close_name_is_offered(typed: str, meant: str) -> None:
-    assert did_you_mean(typed, POLICIES) == f"did you mean {meant}? "
+    assert did_you_mean(typed, POLICIES) == f"Did you mean {meant}? "
 
 
 @pytest.mark.parametrize("typed", ["nope", "none", "streaming", "window", "foo", "", "default", "xyz"])
@@ -28,5 +28,5 @@ def test_no_other_name_is_offered(typed: str) -> None:
 
 
 def test_all_names_are_listed() -> None:
-    assert use_one_of("nope", ["plain", "int8"]) == "use one of: plain, int8"
-    assert use_one_of("plane", ["plain", "int8"]) == "use one of: plain, int8 (did you mean plain?)"
+    assert use_one_of("nope", ["plain", "int8"]) == "Use one of: plain, int8"
+    assert use_one_of("plane", ["plain", "int8"]) == "Use one of: plain, int8 (Did you mean plain?)"

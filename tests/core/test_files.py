@@ -20,7 +20,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/urandom"])
 def test_a_device_is_not_read(device: str) -> None:
-    with pytest.raises(UsageError, match=rf"^file {device} is not a regular file, nor a pipe; give one of these$"):
+    with pytest.raises(UsageError, match=rf"^file {device} is not a regular file, nor a pipe. Give one of these$"):
         read_text(Path(device), f"file {device}")
 
 
@@ -35,7 +35,7 @@ def test_a_socket_and_a_folder_are_not_read(tmp_path: Path) -> None:
 
 def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(UsageError, match="pipe is empty; give some text"):
+    with pytest.raises(UsageError, match=r"pipe is empty\. Give some text"):
         read_text(tmp_path / "pipe", "pipe")
 
 
@@ -67,5 +67,5 @@ def test_the_limit_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/dev/null", "/dev/full"])
 def test_a_device_is_not_replaced_by_a_file(name: str) -> None:
-    with pytest.raises(UsageError, match=f"-o {name} is not a regular file; give the name of a file"):
+    with pytest.raises(UsageError, match=f"-o {name} is not a regular file. Give the name of a file"):
         check_writable(Path(name), "-o")

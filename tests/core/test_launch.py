@@ -52,7 +52,7 @@ def test_a_rank_ends_with_its_starter(tmp_path: Path, mark: dict[str, str], heed
 
 
 def test_a_process_alone_is_told_how_to_start_others() -> None:
-    with pytest.raises(UsageError, match=r"RANK, LOCAL_RANK.* not set\); start it with `torchrun --nproc-per"):
+    with pytest.raises(UsageError, match=r"RANK, LOCAL_RANK.* not set\). Start it with `torchrun --nproc-per"):
         Launch.of({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
     with pytest.raises(UsageError, match="must be numbers"):
         Launch.of({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"})

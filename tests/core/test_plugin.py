@@ -78,10 +78,10 @@ each = pytest.mark.parametrize("asked", BOTH, ids=lambda asked: asked.word)
 @pytest.mark.parametrize(
     ("asked", "spec", "says"),
     [
-        (BOTH[0], "snapvk", "policy 'snapvk' is unknown; did you mean snapkv? the names are recent, random, h2o, "),
-        (BOTH[0], "key_dif(3)", "policy 'key_dif' is unknown; did you mean key_diff?"),
-        (BOTH[0], "zzzzz", "policy 'zzzzz' is unknown; the names are recent, "),
-        (BOTH[1], "pasky", "task 'pasky' is unknown; did you mean passkey? the names are passkey, passkey_words, "),
+        (BOTH[0], "snapvk", "policy 'snapvk' is unknown. Did you mean snapkv? The names are recent, random, h2o, "),
+        (BOTH[0], "key_dif(3)", "policy 'key_dif' is unknown. Did you mean key_diff?"),
+        (BOTH[0], "zzzzz", "policy 'zzzzz' is unknown. The names are recent, "),
+        (BOTH[1], "pasky", "task 'pasky' is unknown. Did you mean passkey? The names are passkey, passkey_words, "),
     ],
 )
 def test_an_unknown_name_is_told_with_its_nearest(asked: Asked, spec: str, says: str):
@@ -93,8 +93,8 @@ def test_an_unknown_name_is_told_with_its_nearest(asked: Asked, spec: str, says:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("{file}", "is a file but names no class; use {file}:Class"),
-        ("{file}:Nope", "{word} file {file} has no class 'Nope'; its {words}: Mine"),
+        ("{file}", "is a file but names no class. Use {file}:Class"),
+        ("{file}:Nope", "{word} file {file} has no class 'Nope'. Its {words}: Mine"),
         ("{file}:Other", "{word} file {file} has something else than a subclass of {base} named 'Other'"),
         ("{file}x:Mine", "{word} file {file}x cannot be read: No such file or directory"),
     ],

@@ -23,7 +23,7 @@ PER_HEAD = (
     *("random", "snapkv", "key_norm", "key_diff", "lag_kv", "leverage", "compactor", "r_kv", "expected_attention"),
     *("tri_attention", "kvzip", "in_groups(h2o)", "linear_scorer(FILES/scorer)"),
 )
-# One ranking for all heads, or all layers: by what all ranks know, or with one all-reduce.
+# One ranking for all heads, or all layers: computed on each rank, or with one all-reduce.
 SHARED = ("recent", "tova", "pyramid(tova)")
 OTHERS = {
     "compact": Case("llama", {"policy": "h2o", "positions": "compact"}),
@@ -53,7 +53,7 @@ REFUSED = {
         "PolicyError: ByValueNorm(policy=TOVA()) ranks all heads of a layer alike, and each of {} ranks has only some",
     ),
     "merge of all": (Case("llama", {"policy": "tova", "merge": "mean_count"}), "merge mean_count looks for one slot"),
-    "heads": (Case("llama@3"), "has num_attention_heads=15, num_key_value_heads=3, which {} processes cannot share; "),
+    "heads": (Case("llama@3"), "has num_attention_heads=15, num_key_value_heads=3, which {} processes cannot share. "),
     "queries of latents": (Case("minicpm3", {"policy": "h2o"}), "PolicyError: H2O() ranks by queries, and here each"),
     "recall of latents": (Case("minicpm3", {"recall": 8}), "recall=8 picks tokens by queries"),
 }
@@ -198,7 +198,7 @@ def test_what_ranks_cannot_agree_on_is_refused_by_name(size: int, name: str, of_
     for each in of_ranks[name]:
         assert REFUSED[name][1].format(size) in each.error
     if name == "heads":
-        assert of_ranks[name][0].error.endswith("start one of: 1, 3")
+        assert of_ranks[name][0].error.endswith("Start one of: 1, 3")
 
 
 def test_an_engine_on_several_ranks_answers_as_in_one_process(
@@ -216,5 +216,5 @@ def test_an_engine_on_several_ranks_answers_as_in_one_process(
 def test_a_rank_that_dies_ends_the_engine_of_the_other(of_ranks: dict[str, list[Found]]) -> None:
     """No time is told: a rank that went on waiting would have been ended with the test."""
     survivor, *dead = of_ranks["a rank dies"]
-    assert survivor.error == "lost: the engine has stopped; start the server again"
+    assert survivor.error == "lost: the engine has stopped. Start the server again"
     assert dead == [Found()] * len(dead)

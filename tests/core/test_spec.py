@@ -44,5 +44,5 @@ def test_whole_numbers_are_taken_in_order_or_by_name() -> None:
 
 def test_a_comma_inside_parentheses_belongs_to_a_part() -> None:
     assert parse_list("--x", "a, b(1, c(2, 3)),d", str) == ["a", "b(1, c(2, 3))", "d"]
-    with pytest.raises(UsageError, match="--x 'a,' has an empty value; put one comma between two values"):
+    with pytest.raises(UsageError, match=r"--x 'a,' has an empty value\. Put one comma between two values"):
         parse_list("--x", "a,", str)

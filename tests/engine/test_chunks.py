@@ -174,7 +174,7 @@ def test_the_ids_of_parts_are_those_of_the_text(attached_model: Models) -> None:
     assert ids_of(parts) == prefix + [token for each in own for token in each]
     assert (cache.tokens, cache.tokens_seen, cache.next_positions) == (whole.tokens, [83], [83])
     assert [len(part) for part in parts] == [3, *SIZES]
-    # What follows just what it was encoded after is exact: it is not read again.
+    # A part that follows its own prefix is exact, so it is not read again.
     assert done.recomputed == (*range(26, 30), *range(43, 47), *range(74, 78))
 
 

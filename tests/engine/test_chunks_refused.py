@@ -53,10 +53,10 @@ def test_other_modes(name: str) -> None:
     [
         ({"budget": 30, "merge": "mean_count"}, "merge=mean_count"),
         ({"budget": 30, "recall": 8}, "recall=8"),
-        ({"store": "int4(sinks=2, newest=5)"}, "use int4"),
+        ({"store": "int4(sinks=2, newest=5)"}, "Use int4"),
         ({"positions": "compact"}, 'positions="compact" reads tokens at other places'),
-        ({"positions": "self_extend(4, 8)"}, "set cache.positions"),
-        ({"positions": "clamp(9)"}, "set cache.positions"),
+        ({"positions": "self_extend(4, 8)"}, "Set cache.positions"),
+        ({"positions": "clamp(9)"}, "Set cache.positions"),
     ],
 )
 def test_caches_that_read_nothing_again(attached_model: Models, options: dict[str, Any], said: str) -> None:
@@ -77,7 +77,7 @@ def test_caches_that_read_nothing_again(attached_model: Models, options: dict[st
 def test_beyond_the_trained_length_auto_reads_elsewhere(attached_model: Models) -> None:
     model, own = attached_model("llama_yarn"), texts(31, (300, 290))
     parts = [chunks.encode(model, each) for each in own]
-    with pytest.raises(UsageError, match=r'positions="auto" beyond position 512 .* goes on to 590'):
+    with pytest.raises(UsageError, match=r'positions="auto" beyond position 512 .* continues to 590'):
         joined(model, parts, "first(2)")
     assert joined(model, parts, "first(2)", CacheOptions(positions="original"))[1].recomputed == (300, 301)
 

@@ -244,7 +244,7 @@ def test_a_folder_has_one_server(model: PreTrainedModel, ids: list[int], tmp_pat
     salt = salt_of(tmp_path)
     assert salt == salt_of(tmp_path)
     (tmp_path / SALT).write_bytes(salt[:9])
-    with pytest.raises(UsageError, match="is damaged; delete it"):
+    with pytest.raises(UsageError, match=r"is damaged\. Delete it"):
         DiskTier(tmp_path, PLENTY, model)
 
 

@@ -172,7 +172,7 @@ def test_prompts_that_cannot_be_read_change_nothing(
 
 
 def test_wrong_calls_are_refused(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(UsageError, match=r"use windlass\.generate"):
+    with pytest.raises(UsageError, match=r"Use windlass\.generate"):
         windlass.stream(model, tokenizer, PROMPT, KVCache(model, batch=2))
     with pytest.raises(UsageError, match="takes a list of prompts"):
         windlass.generate(model, tokenizer, PROMPT)
@@ -281,4 +281,4 @@ def test_prefill_makes_room_for_the_whole_prompt_at_once(model: PreTrainedModel)
     windlass.prefill(model, cache, [[3, 4] * 79], lambda *_: allocated.append(cache.layers[1].store.slots))
     assert allocated == [192] * 32  # 158 tokens, in groups of 64 slots
     windlass.prefill(model, cache, [[5] * 40])
-    assert cache.layers[1].store.slots == 256  # 198 tokens; growth by half would make it 320
+    assert cache.layers[1].store.slots == 256  # 198 tokens, where growth by half would make 320

@@ -39,7 +39,7 @@ RECALLING: list[dict[str, Any]] = [
     {"policy": KeyDiff(), "recall": 8, "recall_store": "int4", "positions": "compact"},
     {"policy": SnapKV(), "recall": 8, "recall_store": "int8", "store": "int8", "merge": "mean_count"},
     {"policy": TOVA(), "recall": 8, "batch": 3},
-    {"policy": KeyDiff(), "recall": 8, "budget": 24},  # what is recorded first has evicted nothing yet
+    {"policy": KeyDiff(), "recall": 8, "budget": 24},  # the first recorded step has evicted nothing yet
 ]
 
 

@@ -84,7 +84,7 @@ def test_texts_are_those_of_each_alone(
 def test_rows_of_one_cache_cannot_share_a_budget_each_for_itself(
     attached_model: Models, tokenizer: PreTrainedTokenizerBase
 ) -> None:
-    with pytest.raises(UsageError, match="2 rows of one cache cannot do each for itself; give it one row"):
+    with pytest.raises(UsageError, match=r"2 rows of one cache cannot do separately\. Give it one row"):
         Scheduler(attached_model("llama"), tokenizer, [(2, options_of(policy=SHARED))])
 
 

@@ -32,7 +32,7 @@ from windlass.stores.formats import store_of
 DEVICE = torch.device("meta")
 BATCH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 15, 3, 8, 6
 LIMITS = Limits(budget=40, sinks=2, window=3, chunk=33, rollback=1)
-STEPS = (33, 33, 1, 1)  # tokens of each; the first decode step packs the slots, the last is watched
+STEPS = (33, 33, 1, 1)  # tokens of each. The first decode step packs the slots, the last is watched
 FORBIDDEN = ("lift_fresh", "_local_scalar_dense", "nonzero", "unique", "_linalg_check_errors", "bincount")
 FROM_HOST = (torch.tensor, torch.as_tensor, torch.asarray, torch.from_numpy, Tensor.new_tensor, Tensor.numpy)
 

@@ -27,7 +27,7 @@ def test_cancel_frees_the_row_and_leaves_nothing(
     model = attached_model("llama")
     other, ids, again = rows_of(text, 20, 13 * 30, 23)
     with running(model, tokenizer, rows=1 if phase == "waiting" else 2) as engine:
-        tokens_of(engine.submit(request_of(again, 3)))  # what all rows have at rest
+        tokens_of(engine.submit(request_of(again, 3)))  # the bytes of all rows between requests
         wait_for(lambda: engine.status().free_rows == engine.status().total_rows)
         beside = engine.submit(request_of(other, 80))
         came = [event.token for event in beside.take(10.0) if isinstance(event, Piece)]

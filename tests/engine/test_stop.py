@@ -158,9 +158,9 @@ def test_what_stop_asks_for(tokenizer: PreTrainedTokenizerBase) -> None:
 @pytest.mark.parametrize(
     ("stop", "says"),
     [
-        ("END", "stop must be a list of strings and token ids, got 'END'; write stop=['END']"),
-        (5, "stop must be a list of strings and token ids, got 5; write stop=[5]"),
-        (["a", ""], "stop has an empty string, which every text begins with; leave it out"),
+        ("END", "stop must be a list of strings and token ids, got 'END'. Write stop=['END']"),
+        (5, "stop must be a list of strings and token ids, got 5. Write stop=[5]"),
+        (["a", ""], "stop has an empty string, which every text begins with. Leave it out"),
         ([512], "a token id in stop must be from 0 to 511, got 512"),
         ([1.5], "a token id in stop must be a whole number from 0 to 511, got 1.5"),
         ([["a"]], "a token id in stop must be a whole number from 0 to 511, got ['a']"),

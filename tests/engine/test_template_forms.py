@@ -125,7 +125,7 @@ def test_the_default_form() -> None:
         "[user]<tool_response>\nresult0\n</tool_response>\n<tool_response>\nresult1\n</tool_response>\n"
         "[user]Sure?\n[assistant]"
     )
-    assert [line.partition(";")[0] for line in form.told()] == [
+    assert [line.partition(".")[0] for line in form.told()] == [
         "shows no tools",
         "shows no earlier calls",
         "shows no results of tools",

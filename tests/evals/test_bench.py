@@ -47,24 +47,24 @@ def test_lists_make_every_combination():
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--shape", "2b"), "--shape '2b' is unknown; use one of: tiny, 1b, 8b, 7b-mha, qwen3-next, dsv3"),
+        (("--shape", "2b"), "--shape '2b' is unknown. Use one of: tiny, 1b, 8b, 7b-mha, qwen3-next, dsv3"),
         (("some/model",), "give either a model or --shape with one of its names"),
-        (("-d", "0,,1"), "-d '0,,1' has an empty value; put one comma between two values"),
+        (("-d", "0,,1"), "-d '0,,1' has an empty value. Put one comma between two values"),
         (("-n", "x"), "-n 'x' is not a whole number from 0 to 1073741824"),
         (("-p", "-1"), "-p '-1' is not a whole number from 0 to 1073741824"),
-        (("-p", "0", "-n", "0"), "-p 0 and -n 0 leave nothing to measure; give one of them a number of tokens"),
+        (("-p", "0", "-n", "0"), "-p 0 and -n 0 leave nothing to measure. Give one of them a number of tokens"),
         (("--threads", "0"), "--threads '0' is not a whole number from 1 to 1024"),
         (("--batch", "1,0"), "--batch '0' is not a whole number from 1 to 65536"),
-        (("--graph", "yes"), "--graph 'yes' is unknown; use one of: off, on"),
-        (("--graph", "off,on"), "--graph off,on: on a cpu steps run as they come; use --device cuda, or off"),
+        (("--graph", "yes"), "--graph 'yes' is unknown. Use one of: off, on"),
+        (("--graph", "off,on"), "--graph off,on: on a cpu steps run eagerly. Use --device cuda, or off"),
         (("--budget", "none"), "--budget 'none' is not a whole number from 1 to 1073741824"),
         (("--budget", "all,5"), "budget (5 tokens) must be at least sinks (4) + window (1) + 1, which is 6"),
         (("--chunk", "0"), "chunk must be from 1 to 1073741824, got 0"),
-        (("--storage", "turned"), "--storage 'turned' is unknown; use one of: unrotated, rotated"),
+        (("--storage", "turned"), "--storage 'turned' is unknown. Use one of: unrotated, rotated"),
         (("--storage", "unrotated,rotated", "--positions", "compact"), "--storage rotated and --positions compact exc"),
-        (("--store", "int3"), "store='int3' is not a store; use one of: plain, int8, int4"),
-        (("--policy", "h2"), "policy 'h2' is unknown; did you mean h2o?"),
-        (("--dtype", "half"), "dtype 'half' is unknown; use one of: auto, float32, bfloat16, float16"),
+        (("--store", "int3"), "store='int3' is not a store. Use one of: plain, int8, int4"),
+        (("--policy", "h2"), "policy 'h2' is unknown. Did you mean h2o?"),
+        (("--dtype", "half"), "dtype 'half' is unknown. Use one of: auto, float32, bfloat16, float16"),
         (("-o", "/nowhere/x"), "-o /nowhere/x: the folder /nowhere does not exist"),
         (("-d", "1073741824"), "this needs about "),
         (("--repetitions", "0"), "Invalid value for '--repetitions'"),
@@ -73,7 +73,7 @@ def test_lists_make_every_combination():
 def test_one_clear_line_for_what_is_wrong(
     run: Callable[..., Ran], arguments: tuple[str, ...], why: str, monkeypatch: pytest.MonkeyPatch
 ):
-    # Weights take a minute: what is wrong must show before.
+    # Weights take a minute: errors must show before.
     monkeypatch.setattr(bench, "random_model", Mock(side_effect=AssertionError))
     ran = run(*arguments)
     assert (ran.code, ran.out) == (2, "")
@@ -88,13 +88,13 @@ def test_layers_are_for_shapes(capsys: pytest.CaptureFixture[str]):
 
 def test_memory_that_will_not_suffice_is_told(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bench, "free_bytes", Mock(return_value=500_000))
-    # Weights 130,440; a cache 1.5 x 1,008 slots x 192 bytes; so one fits and two do not.
+    # Weights take 130,440 bytes, a cache 1.5 x 1,008 slots x 192 bytes: one fits, two do not.
     assert run("-p", "0", "-n", "8", "-d", "1000").code == 0
     ran = run("-p", "0", "-n", "8", "-d", "1000,1000")
     assert ran.code == 2
     assert ran.err == (
         "windlass: error: this needs about 694.38 KiB of memory (weights 127.38 KiB, the caches of all rows "
-        "567.00 KiB), but 488.28 KiB are free; give a lower -d or --layers, or fewer values\n"
+        "567.00 KiB), but 488.28 KiB are free. Give a lower -d or --layers, or fewer values\n"
     )
 
 
@@ -218,16 +218,16 @@ def test_an_interrupt_shows_what_was_measured(run: Callable[..., Ran], monkeypat
     ran = run("-p", "9", "-n", "2,3", "-o", str(file))
     assert ran.code == 130
     assert [each["test"] for each in ran.rows] == ["pp9", "tg2"]
-    assert ran.err == "interrupted; 2 of 6 runs are done\n"
+    assert ran.err == "interrupted, 2 of 6 runs are done\n"
     assert [len(json.loads(line)["samples_s"]) for line in file.read_text().splitlines()] == [1, 1]
     count[:] = [1] * 5
     ran = run("-p", "9", "-n", "2,3")
-    assert (ran.code, ran.out, ran.err) == (130, "", "interrupted; 0 of 6 runs are done\n")
+    assert (ran.code, ran.out, ran.err) == (130, "", "interrupted, 0 of 6 runs are done\n")
 
 
 def test_a_terminal_gets_a_bar(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
     assert run("-p", "9", "-n", "2").err == ""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # what makes a pipe a terminal for Rich
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes a pipe a terminal for Rich
     ran = run("-p", "9", "-n", "2")
     for line in ("warming up pp9", "warming up tg2", "timing pp9", "timing tg2"):
         assert line in ran.err

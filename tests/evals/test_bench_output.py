@@ -51,7 +51,7 @@ def test_a_random_model_is_whole():
     assert sum(each.numel() for each in made.parameters()) == shape.parameters
     assert {each.dtype for each in made.parameters()} == {torch.bfloat16}
     twin = AutoModelForCausalLM.from_config(shape.config)
-    # What is no parameter is not lost, and stays in float32.
+    # Buffers are not lost, and stay in float32.
     for (name, ours), (_, theirs) in zip(made.named_buffers(), twin.named_buffers(), strict=True):
         assert torch.equal(ours, theirs), name
     made.requires_grad_(False)
@@ -63,7 +63,7 @@ def test_a_random_model_is_whole():
 
 
 def test_bytes_and_speeds_worked_by_hand(model: PreTrainedModel):
-    # 60 wide, 15 query heads and 3 kv heads of 8, MLP 52, vocabulary 97, 2 layers; bfloat16.
+    # 60 wide, 15 query heads and 3 kv heads of 8, MLP 52, vocabulary 97, 2 layers, bfloat16.
     layer = 60 * 120 + 2 * 60 * 24 + 120 * 60 + 3 * 60 * 52 + 2 * 60
     weights = 2 * (2 * layer + 97 * 60 + 60)
     assert weight_bytes(model) == weights
@@ -124,7 +124,7 @@ def test_settings_have_a_column_where_they_are_not_the_default(run: Callable[...
 def test_ratios_are_against_the_first_of_a_list():
     first, second = row("unrotated", 0.2, 0.4), row("rotated", 0.1, 0.5, place=1)
     [lines] = ratios([first, second])
-    # 8 tokens: 40 and 20 a second against 80 and 16; medians 30 and 48.
+    # 8 tokens: 40 and 20 a second against 80 and 16, with medians of 30 and 48.
     assert cells(lines) == [
         {
             "test": "tg8 @ d4096",
@@ -181,8 +181,8 @@ def test_a_table_for_the_eye_fits_a_terminal(run: Callable[..., Ran], monkeypatc
 def test_forms_that_exclude_each_other(run: Callable[..., Ran]):
     for options, says in (
         (("--json", "--format", "md"), "--json and --format md exclude each other"),
-        (("--json", "--ratios"), "--ratios go with --format table or md"),
-        (("--format", "csv"), "--format 'csv' is unknown; use one of: table, md, json"),
+        (("--json", "--ratios"), "--ratios goes with --format table or md"),
+        (("--format", "csv"), "--format 'csv' is unknown. Use one of: table, md, json"),
     ):
         ran = run(*options)
         assert (ran.code, ran.out) == (2, "")
@@ -201,7 +201,7 @@ def test_cells_survive_a_bar():
     shown = table([row("a|b", 1.0)], CONDITIONS)
     assert "a\\|b" in shown
     assert footnote([row("x", 1.0), row("y", 1.0, 2.0)], CONDITIONS).startswith(
-        "t/s: median ± half the interquartile range of 1 or 2 runs, rows in turn;"
+        "t/s: median ± half the interquartile range of 1 or 2 runs, rows in turn."
     )
 
 

@@ -83,7 +83,7 @@ def test_what_cannot_be_recorded_is_not_timed_as_a_graph(model: PreTrainedModel,
     monkeypatch.setattr(measure, "graph_for", lambda _: Tape())
     monkeypatch.setattr(Tape, "capture", Mock(side_effect=RuntimeError("a reason")))
     [each] = rows_of(BenchLists("0", "6", graph="on"), 32)
-    with pytest.raises(windlass.UsageError, match=r"--graph on: a step of .* a reason; leave it out, or use off"):
+    with pytest.raises(windlass.UsageError, match=r"--graph on: a step of .* a reason. Leave it out, or use off"):
         Timer(model, layer_shapes(model), each).warm_up(lambda: 0.0)
 
 

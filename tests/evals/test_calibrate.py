@@ -80,7 +80,7 @@ def test_a_table_is_the_mean_over_all_that_was_met(monkeypatch: pytest.MonkeyPat
     met.clear()
     calibrate.measure_pair_costs(model, tokenizer, TEXT, 300, 5, lambda *_: None)
     assert [pair for pair, _ in met] == one
-    with pytest.raises(UsageError, match="the text has 5 tokens; give one of at least 160"):
+    with pytest.raises(UsageError, match=r"the text has 5 tokens\. Give one of at least 160"):
         calibrate.measure_pair_costs(model, tokenizer, "A short text.", 300, 5, lambda *_: None)
 
 
@@ -96,7 +96,7 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda text: text[:-9], "is cut short or damaged; make it again with `windlass calibrate`"),
+        (lambda text: text[:-9], "is cut short or damaged. Make it again with `windlass calibrate`"),
         (lambda text: text[: len(text) // 2], "is cut short or damaged"),
         (lambda _: "", "is not a file of `windlass calibrate`"),
         (lambda _: "[1, 2]", "is not a file of `windlass calibrate`"),
@@ -131,7 +131,7 @@ def test_what_cannot_be_written_leaves_the_older_file(tmp_path: Path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(UsageError, match=r"pairs\.json cannot be written: No space left on device; give another name"):
+    with pytest.raises(UsageError, match=r"pairs\.json cannot be written: No space left on device. Give another name"):
         pairs.write(replace(TABLE, tokens=9), path)
     assert pairs.read(path) == TABLE
     assert [each.name for each in tmp_path.iterdir()] == ["pairs.json"]
@@ -143,7 +143,7 @@ def test_the_command_writes_a_table_that_the_policy_reads(tmp_path: Path, capsys
     command = ["calibrate", MODEL, str(text), "-o", str(table), "--tokens", "200", "--seed", "3", "--dtype", "float32"]
     assert main(command) == 0
     shown = capsys.readouterr()
-    assert "pairs of 123 tokens; of those met more than once the cheapest" in shown.out
+    assert "pairs of 123 tokens. Of those met more than once the cheapest" in shown.out
     assert "nats" in shown.out
     assert "note: the text has room for 123 tokens only" in shown.err
     assert pairs.read(table).seed == 3
@@ -151,17 +151,17 @@ def test_the_command_writes_a_table_that_the_policy_reads(tmp_path: Path, capsys
     assert main([*ask, "--policy", f"Pairs({table})", "--dtype", "float32"]) == 0
     capsys.readouterr()
     assert main([*ask, "--policy", f"Pairs({table})", "--dtype", "bfloat16"]) == 2
-    assert "was measured on another LlamaForCausalLM; make one for this model" in capsys.readouterr().err
+    assert "was measured on another LlamaForCausalLM. Make one for this model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("text", "output", "words"),
     [
         ("long", "missing/pairs.json", "-o {}/missing/pairs.json: the folder {}/missing does not exist"),
-        ("long", ".", "-o {} is a folder; give the name of a file"),
+        ("long", ".", "-o {} is a folder. Give the name of a file"),
         ("none", "pairs.json", "text {}/none cannot be read: No such file or directory"),
         ("empty", "pairs.json", "text {}/empty is empty"),
-        ("short", "pairs.json", "the text has 5 tokens; give one of at least 160"),
+        ("short", "pairs.json", "the text has 5 tokens. Give one of at least 160"),
     ],
 )
 def test_what_is_wrong_is_one_line(

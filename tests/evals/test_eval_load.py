@@ -71,10 +71,10 @@ def test_another_text_can_be_read(name: str, tmp_path: Path, tokenizer: PreTrain
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("vt(a.txt)", "task vt reads no text, so it takes no file; use vt"),
+        ("vt(a.txt)", "task vt reads no text, so it takes no file. Use vt"),
         ("niah_single(a.txt)", "task niah_single reads no text"),
         ("perplexity(gone.txt)", "text file gone.txt cannot be read: No such file or directory"),
-        ("{file}:Empty", "task Empty of {file} is not whole; it needs a method compose and a number answer_tokens"),
+        ("{file}:Empty", "task Empty of {file} is not whole. It needs a method compose and a number answer_tokens"),
     ],
 )
 def test_one_clear_line_for_what_is_no_task(spec: str, says: str, file: Path):
@@ -149,13 +149,13 @@ def test_rules_of_merging_are_a_list_too_and_a_cache_without_budget_has_none():
         (ListOptions("vt", "80", {"budgets": "64,"}), "--budgets '64,' has an empty value"),
         (
             ListOptions("vt", "80", {"budgets": "0.5x"}),
-            "--budgets '0.5x' is not a part of the text; write 4x for a quarter of it",
+            "--budgets '0.5x' is not a part of the text. Write 4x for a quarter of it",
         ),
         (ListOptions("vt", "80", {"budgets": "x"}), "--budgets 'x' is not a part of the text"),
         (ListOptions("vt", "80", {"budgets": "many"}), "--budgets 'many' is not a whole number from 1 to 1073741824"),
         (ListOptions("vt", "1k", {}), "--lengths '1k' is not a whole number from 1 to 1073741824"),
-        (ListOptions("vt", "80", {"merge": "mean_count,d2o"}), "merge='d2o' is not a rule; use one of: mean_count"),
-        (ListOptions("vt", "80", {"merge": "blur"}), "merge='blur' is not a rule; use one of: mean_count"),
+        (ListOptions("vt", "80", {"merge": "mean_count,d2o"}), "merge='d2o' is not a rule. Use one of: mean_count"),
+        (ListOptions("vt", "80", {"merge": "blur"}), "merge='blur' is not a rule. Use one of: mean_count"),
         (ListOptions("passkey,,vt", "80", {}), "--tasks 'passkey,,vt' has an empty value"),
     ],
 )

@@ -46,13 +46,13 @@ def test_depths_make_a_task_each():
 @pytest.mark.parametrize(
     ("tasks", "depths", "says"),
     [
-        ("passkey", "0.5,1.01", "--depth '1.01' is not a part of the text; write 0 for its start"),
+        ("passkey", "0.5,1.01", "--depth '1.01' is not a part of the text. Write 0 for its start"),
         ("passkey", "-0", "--depth '-0' is not a part of the text"),
         ("passkey", "0,", "--depth '0,' has an empty value"),
-        ("passkey,vt", "0.5", "task vt has no one place where its answer stands; leave out --depth"),
-        ("facts", "0", "task facts has no one place where its answer stands"),
-        ("niah_multivalue", "0", "task niah_multivalue has no one place where its answer stands"),
-        ("niah_multiquery", "0", "task niah_multiquery has no one place where its answer stands"),
+        ("passkey,vt", "0.5", "task vt has no single place for its answer. Leave out --depth"),
+        ("facts", "0", "task facts has no single place for its answer"),
+        ("niah_multivalue", "0", "task niah_multivalue has no single place for its answer"),
+        ("niah_multiquery", "0", "task niah_multiquery has no single place for its answer"),
     ],
 )
 def test_a_place_that_cannot_be_is_told(tasks: str, depths: str, says: str):

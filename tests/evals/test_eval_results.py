@@ -93,7 +93,7 @@ def test_a_file_is_gone_on_with(path: Path):
     results = open_results(path, {**HEADER, "date": "later", "torch": "2.10", "windlass": "0.2.0"})
     assert [each.model_dump() for each in results.cases.values()] == [case(0), case(1), case(2, score=0.0)]
     before = path.read_text()
-    results.add(read([case(1, seconds=9.9), case(3)]))  # what is there is not there twice
+    results.add(read([case(1, seconds=9.9), case(3)]))  # no case is there twice
     assert path.read_text() == before + json.dumps(case(3), ensure_ascii=False) + "\n"
 
 
@@ -106,7 +106,7 @@ def test_any_cut_loses_its_own_line_only(path: Path, capsys: pytest.CaptureFixtu
         kept = sum(end <= size for end in ends)
         assert len(results.cases) == max(kept - 1, 0)
         is_cut = size not in (0, *ends)
-        note = f"the last line of {path} was cut in half; it is taken off, and its case run again\n"
+        note = f"the last line of {path} was cut in half. It is taken off, and its case run again\n"
         assert capsys.readouterr().err == (note if is_cut else "")
         results.add(read([case(0), case(1), case(2, score=0.0)]))
         assert path.read_bytes() == whole
@@ -181,7 +181,7 @@ def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, data: bytes, sa
 def test_a_file_that_cannot_be_is_told(tmp_path: Path):
     with pytest.raises(UsageError, match=r"-o .*gone/x cannot be written: No such file or directory"):
         open_results(tmp_path / "gone" / "x", HEADER)
-    with pytest.raises(UsageError, match=r"is not a regular file; give the name of a file"):
+    with pytest.raises(UsageError, match=r"is not a regular file. Give the name of a file"):
         open_results(tmp_path, HEADER)
 
 

@@ -74,7 +74,7 @@ def test_a_full_cache_finds_the_key_and_a_window_does_not(run: Callable[..., Ran
         assert line["bytes_full"] == line["context_tokens"] * SLOT
         assert line["slots_held"] == (line["context_tokens"] if line["budget"] is None else 32)
         assert line["turn"] is None
-    # 16 slots are kept free; one row of positions is shared by a layer's heads. The record of the last step counts.
+    # 16 slots stay free. One row of positions is shared by a layer's heads. The record of the last step counts.
     slots = 48 * (SLOT + 4 * 4)
     assert all(slots < line["bytes_held"] < 1.01 * slots for line in found if line["budget"])
     # Both saw the same texts.
@@ -163,7 +163,7 @@ def test_a_batch_is_gone_on_with(run: Callable[..., Ran], output: Path, monkeypa
 
     monkeypatch.setattr(Runner, "measured", interrupted)
     ran = run(*given, "--batch", "2")
-    assert ran.err == "interrupted; 2 of 5 cases are done; the same command goes on from here\n"
+    assert ran.err == "interrupted, 2 of 5 cases are done. The same command continues from here\n"
     assert run(*given, "--batch", "4").code == 0
     assert batches == [[0, 1], [2, 3], [2, 3, 4]]
     assert [line["sample"] for line in lines(output)] == [0, 1, 2, 3, 4]
@@ -182,7 +182,7 @@ def test_an_interrupt_leaves_whole_lines(run: Callable[..., Ran], output: Path, 
     given = ("eval", MODEL, *QUICK, "--budgets", "24", "--samples", "2", "-o", str(output))
     ran = run(*given)
     assert ran.code == 130
-    assert ran.err == "interrupted; 2 of 4 cases are done; the same command goes on from here\n"
+    assert ran.err == "interrupted, 2 of 4 cases are done. The same command continues from here\n"
     assert len(lines(output)) == 2
     assert ran.out.count("passkey") == 2
     assert run(*given).code == 0
@@ -255,7 +255,7 @@ def test_a_text_is_predicted_as_transformers_does(model: PreTrainedModel, tokeni
     assert full.nll == pytest.approx(float(nll), rel=1e-5)
     assert full.kl == pytest.approx(0.0, abs=1e-9)
     assert cache.layers[0].table.occupancy_bound == len(ids) - 1
-    # A cache of 40 slots, fed by hand; one that has seen less than the full one.
+    # A cache of 40 slots, fed by hand, which has seen less than the full one.
     cache = cache_of(model, setting(budgets="40"), 40, False)
     small = predicted(model, cache, ids, windlass.KVCache(model))
     alone = windlass.KVCache(model, 40, windlass.policies.Recent())
@@ -284,8 +284,8 @@ def test_a_full_cache_is_read_beside_while_the_model_knows_such_lengths(run: Cal
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--tasks", "pasky"), "task 'pasky' is unknown; did you mean passkey?"),
-        (("--policies", "keydif"), "did you mean key_diff?"),
+        (("--tasks", "pasky"), "task 'pasky' is unknown. Did you mean passkey?"),
+        (("--policies", "keydif"), "Did you mean key_diff?"),
         (("--store", "int3"), "store='int3' is not a store"),
         (("--positions", "compcat"), "positions='compcat' is not a position mode"),
         (("--budgets", "5"), "budget (5 tokens) must be at least sinks (4) + window (1) + 1, which is 6"),
@@ -309,6 +309,6 @@ def test_another_seed_is_refused(run: Callable[..., Ran], output: Path):
     given = ("eval", MODEL, *QUICK, "--budgets", "24", "--policies", "recent", "--samples", "1", "-o", str(output))
     assert run(*given).code == 0
     before = output.read_bytes()
-    assert_refused(run(*given, "--seed", "1"), f"-o {output} was made with seed 0, and this run has 1; give another")
+    assert_refused(run(*given, "--seed", "1"), f"-o {output} was made with seed 0, and this run has 1. Give another")
     assert output.read_bytes() == before
     assert_refused(run("eval", MODEL), "Missing option")

@@ -69,7 +69,7 @@ def test_samples_are_the_same_each_time_and_differ_among_each_other(name: str, t
     assert fit(SampleSpec(task, name, 1500, 3, 0), tokenizer) == first
     others = [fit(SampleSpec(task, name, 1500, seed, number), tokenizer).sample for seed, number in ((3, 1), (4, 0))]
     assert len({first.sample, *others}) == 3
-    # Whatever the size that fits, it asks for the same.
+    # It asks for the same at any size.
     small, large = (task.compose(random.Random(2), 1500, units) for units in (60, 97))
     assert [turn.expected for turn in small.turns] == [turn.expected for turn in large.turns]
     assert len(small.context) < len(large.context)

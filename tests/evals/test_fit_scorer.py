@@ -97,7 +97,9 @@ def test_a_layer_with_its_own_window_has_no_weights(attached_model: Models, text
 
 def test_what_cannot_be_fitted_is_refused(attached_model: Models, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = attached_model("llama"), text(WIDTH + SINKS)[0].tolist()
-    with pytest.raises(UsageError, match="scorer: 48 tokens are too few to fit 48 weights in each head; raise --texts"):
+    with pytest.raises(
+        UsageError, match=r"scorer: 48 tokens are too few to fit 48 weights in each head\. Raise --texts"
+    ):
         calibrate.fitted(model, [ids], lambda *_: None)
     monkeypatch.setattr(calibrate, "MAX_FEATURES", 40)
     with pytest.raises(UsageError, match="a kv head of layer 0 has 48 numbers a token, in its queries and key, and at"):
@@ -148,7 +150,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, change: Callable[[bytes], byt
     linear_scorer.write(drawn(), file)
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(
-        UsageError, match=f"^scorer {file}.*{says}.*; make it with `windlass calibrate MODEL TEXT --sco"
+        UsageError, match=f"^scorer {file}.*{says}.*. Make it with `windlass calibrate MODEL TEXT --sco"
     ):
         linear_scorer.read(file)
     with pytest.raises(PolicyError, match=says):
@@ -167,11 +169,9 @@ def test_the_command_fits_what_the_library_does_and_the_file_serves(
     options = ["--scorer", "--texts", "3", "--length", "90", "--seed", "5", "-o", str(output)]
     assert main(command(tmp_path, *options)) == 0
     ran = capsys.readouterr()
-    assert f"{output}: fitted to 3 texts, 270 tokens; what part of the variance" in ran.out
+    assert f"{output}: fitted to 3 texts, 270 tokens. Explained share of the variance" in ran.out
     assert ran.out.count("  layer ") == 4
-    assert (
-        "warning: it serves texts like those that it was fitted to; fitted to plain prose it keeps nothing" in ran.err
-    )
+    assert "warning: a scorer works on texts similar to its own. Fitted to plain prose, it keeps no facts" in ran.err
     model, tokenizer = load(MODEL, "float32", "cpu")
     texts = calibration_texts(tokenizer, tmp_path / "text.txt", None, 3, 90, 5)
     expected: Scorer = calibrate.fitted(model, texts, lambda *_: None, "text.txt")
@@ -191,22 +191,22 @@ def test_the_command_fits_what_the_library_does_and_the_file_serves(
     assert main([*said, "--dtype", "float32"]) == 0
     capsys.readouterr()
     assert main([*said, "--dtype", "bfloat16"]) == 2
-    assert "was fitted to another LlamaForCausalLM; fit one to this model" in capsys.readouterr().err
+    assert "was fitted to another LlamaForCausalLM. Fit one to this model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--length", "3"], "--length goes with --shares or --scorer; leave it out"),
-        (["--budget", "3x"], "--budget goes with --shares; leave it out"),
+        (["--length", "3"], "--length goes with --shares or --scorer. Leave it out"),
+        (["--budget", "3x"], "--budget goes with --shares. Leave it out"),
         (["--scorer", "--shares"], "both --shares and --scorer were given"),
-        (["--scorer", "--tokens", "3"], "--tokens is for pairs, and --scorer was given; use --texts and --length"),
+        (["--scorer", "--tokens", "3"], "--tokens is for pairs, and --scorer was given. Use --texts and --length"),
         (["--scorer", "--budget", "3x"], "--budget goes with --shares, and --scorer was given"),
         (["--scorer", "--policy", "key_diff"], "--policy goes with --shares, and --scorer was given"),
         (["--scorer", "--groups", "2"], "--groups goes with --shares, and --scorer was given"),
         (["--scorer", "--tasks", "nothing"], "nothing"),
         (["--scorer", "--texts", "1", "--length", "60"], "56 tokens are too few to fit 192 weights in each head"),
-        (["--scorer", "--length", "9000"], "lower --length"),
+        (["--scorer", "--length", "9000"], "Lower --length"),
     ],
 )
 def test_wrong_options_are_refused(
@@ -224,7 +224,7 @@ def test_a_file_that_is_missing_or_another_is_refused(
     tmp_path: Path, spec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, says in (
-        ("none", "No such file or directory; make it with `windlass calibrate"),
+        ("none", "No such file or directory. Make it with `windlass calibrate"),
         ("text", "is no file of a scorer"),
     ):
         (tmp_path / "text").write_text("Just a text.")

@@ -122,11 +122,11 @@ def test_a_file_of_shares_comes_back(tmp_path: Path) -> None:
         (lambda _: "[1, 2]", "no file of shares"),
         (lambda _: '{"kind": "other"}', "no file of shares"),
         (lambda text: text.replace('"version": 1', '"version": 2'), "has format version 2, this windlass reads 1"),
-        (lambda text: text.replace('"texts": 7', '"texts": "7"'), "is damaged: shares: their fields"),
-        (lambda text: text.replace('"texts": 7', '"tests": 7'), "is damaged: shares: their fields"),
-        (lambda text: text.replace("0.25", "-0.25"), "is damaged: shares: those of layer 0"),
-        (lambda text: text.replace("0.25", "NaN"), "is damaged: shares: those of layer 0"),
-        (lambda text: text.replace("0.25", "[]"), "is damaged: shares: those of layer 0"),
+        (lambda text: text.replace('"texts": 7', '"texts": "7"'), "is damaged: shares: the fields"),
+        (lambda text: text.replace('"texts": 7', '"tests": 7'), "is damaged: shares: the fields"),
+        (lambda text: text.replace("0.25", "-0.25"), "is damaged: shares: shares of layer 0"),
+        (lambda text: text.replace("0.25", "NaN"), "is damaged: shares: shares of layer 0"),
+        (lambda text: text.replace("0.25", "[]"), "is damaged: shares: shares of layer 0"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, change: Callable[[str], str], says: str) -> None:
@@ -149,7 +149,7 @@ def test_texts_are_stretches_or_of_tasks(tmp_path: Path) -> None:
     assert all(",".join(map(str, ids[start:])) in joined for ids in texts)
     assert texts == calibration_texts(tokenizer, file, None, 4, 100, 3)
     assert len(calibration_texts(tokenizer, file, None, 10_000, 100, 3)) == (len(whole) - start) // (100 - start)
-    with pytest.raises(UsageError, match="lower --length"):
+    with pytest.raises(UsageError, match="Lower --length"):
         calibration_texts(tokenizer, file, None, 4, 100_000, 3)
     mixed = calibration_texts(tokenizer, file, "magic_single,magic_multikey_2", 4, 200, 3)
     said = [tokenizer.decode(ids) for ids in mixed]
@@ -234,6 +234,6 @@ def test_a_prompt_cache_goes_on_with_its_shares_alone(tmp_path: Path, capsys: py
     assert main(["generate", MODEL, " and", "-n", "3", "--json", "--shares", str(ours), *fixed]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["shares"] == "shares.json"
     assert main(["generate", MODEL, " and", "-n", "3", "--shares", str(others), *fixed]) == 2
-    assert "are not those that" in capsys.readouterr().err
+    assert "differs from the shares of" in capsys.readouterr().err
     assert main(["generate", MODEL, " and", "--budget", "12", "--shares", str(tmp_path / "none")]) == 2
-    assert "No such file or directory; make it with `windlass calibrate MODEL TEXT --shares" in capsys.readouterr().err
+    assert "No such file or directory. Make it with `windlass calibrate MODEL TEXT --shares" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def test_what_a_dead_worker_leaves_is_run_by_others() -> None:
     assert first is not None
     assert shown(queue.next_of("b")) == ("20", [1])
     assert queue.died("a", first)
-    # What it died over comes first; then the rest of b's text, and then of its own.
+    # The lost cell comes first, then the rest of b's text, and then of its own.
     assert queue.next_of("b") is first
     assert not queue.died("b", first)
     left = [shown(queue.next_of(worker)) for worker in "cdce"]

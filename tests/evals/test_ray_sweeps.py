@@ -162,7 +162,7 @@ def test_the_driver_dies_and_the_run_is_gone_on_with(tmp_path: Path) -> None:
         finally:
             driver.kill()
             driver.wait()
-    # Two helpers of Ray's take a minute to see that it has gone; what computes does not.
+    # Two helpers of Ray's take a minute to see that it has gone. Workers do not.
     assert soon(lambda: not is_alive(workers[0]), 60)
     for each in started:
         with suppress(ProcessLookupError):
@@ -190,8 +190,8 @@ def test_more_workers_than_there_is_room_for_are_refused(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (("--workers", "2"), "--workers 2 goes with --ray; give that, too"),
-        (("--ray", "finder-3m"), "--ray finder-3m is no address; write HOST:PORT, or auto, or put --ray last"),
+        (("--workers", "2"), "--workers 2 goes with --ray. Give that, too"),
+        (("--ray", "finder-3m"), "--ray finder-3m is no address. Write HOST:PORT, or auto, or put --ray last"),
     ],
 )
 def test_options_that_do_not_go_together(run: Callable[..., Ran], tmp_path: Path, given: tuple[str, ...], says: str):
@@ -205,4 +205,4 @@ def test_an_address_may_be_left_out(run: Callable[..., Ran], tmp_path: Path, mon
     monkeypatch.setattr(measure_options, "find_spec", lambda _: None)
     for given in (("--ray",), ("--ray", "--workers", "2"), ("--ray", "auto"), ("--ray", "10.0.0.1:6379")):
         ran = run("eval", MODEL, "-o", str(tmp_path / "a"), *given)
-        assert_refused(ran, "--ray needs Ray; pip install 'windlass[ray]'")
+        assert_refused(ran, "--ray needs Ray. Run: pip install 'windlass[ray]'")

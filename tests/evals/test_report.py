@@ -106,7 +106,7 @@ def test_depths_anywhere_are_in_ten_parts(file: Path):
 
 
 def test_few_samples_make_fewer_parts_and_none_is_empty(file: Path):
-    # Of ten parts the second has none; of five all have one.
+    # Of ten parts the second is empty, of five none is.
     depths = [0.01, 0.25, 0.31, 0.45, 0.52, 0.63, 0.75, 0.85, 0.95, 0.999, 0.111 + 0.1, 0.333]
     found = depth_maps(cases(file, *(case(depth=depth, sample=index) for index, depth in enumerate(depths))))
     assert found is not None

@@ -27,8 +27,8 @@ def test_the_command(run: Callable[..., Ran], file: Path, monkeypatch: pytest.Mo
     ("output", "says"),
     [
         ("results.jsonl", "output {output} must end in .html, so that no results file is written over"),
-        ("gone/a.html", "does not exist; make it first"),
-        ("folder.html", "output {output} is a folder; give the name of a file"),
+        ("gone/a.html", "does not exist. Make it first"),
+        ("folder.html", "output {output} is a folder. Give the name of a file"),
     ],
 )
 def test_wrong_outputs_are_one_line(run: Callable[..., Ran], file: Path, output: str, says: str):

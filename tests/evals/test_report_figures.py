@@ -96,7 +96,7 @@ def test_heat_maps_print_their_numbers(file: Path):
         (0.5, 1.5): ("100", "#000000"),
         (1.5, 1.5): ("50", "#ffffff"),
     }
-    assert panel.patch.get_hatch() == "/////"  # what was not run
+    assert panel.patch.get_hatch() == "/////"  # cells that were not run
     figure.draw_without_rendering()
     for text in figure.findobj(Text):  # nothing is cut off
         box = text.get_window_extent()

@@ -67,7 +67,7 @@ def test_a_last_line_cut_in_half_is_left_out_and_told(file: Path, last: bytes):
     file.write_bytes(file.read_bytes() + last)
     found = read_results([file])
     assert len(found.cases) == 1
-    assert found.notes == (f"{file.name}: the last line is cut in half, as of a run that was stopped; it is left out.",)
+    assert found.notes == (f"{file.name}: the last line is cut in half, as of a run that was stopped. It is left out.",)
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\n\n", "\r\n"])
@@ -93,8 +93,8 @@ def refused(file: Path) -> str:
         ('{"kind": "hea', "is not a results file"),
         (json.dumps(HEADER), "there are no cases to report"),
         (json.dumps(HEADER) + '\n{"kind": "ca', "there are no cases to report"),
-        (json.dumps(HEADER | {"version": 3}), "line 1: the version is 3, and this windlass reads version 2; update"),
-        (json.dumps(HEADER | {"version": 0}), "reads version 2; run the evaluation again"),
+        (json.dumps(HEADER | {"version": 3}), "line 1: the version is 3, and this windlass reads version 2. Update"),
+        (json.dumps(HEADER | {"version": 0}), "reads version 2. Run the evaluation again"),
         (json.dumps(HEADER) + "\nnonsense\n" + json.dumps(case()), "line 2: it is no object of JSON"),
         (json.dumps(HEADER) + '\n{"kind": "row"}\n', "line 2: kind must be header or case, got 'row'"),
     ],
@@ -167,7 +167,7 @@ def test_two_models_are_not_mixed(file: Path, change: Line, other: str):
     found = refused(write(file, case(), HEADER | change, case(sample=1)))
     assert "two models, finder-3m in float32 (" in found
     assert f"{other} (" in found
-    assert ("their weights differ" in found) == (other == "finder-3m in float32")
+    assert ("Their weights differ" in found) == (other == "finder-3m in float32")
 
 
 @pytest.mark.parametrize(

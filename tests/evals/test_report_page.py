@@ -93,7 +93,7 @@ def test_score_tables(page: Callable[..., Page]):
     assert ["key_diff", "2x", "250", "50.0", "10", "80.0", "49.0 to 94.3", "80.0"] in found.rows
     assert ["full cache", "all", "500", "100.0", "1", "100.0", "20.7 to 100.0", "100.0"] in found.rows
     assert ["1,500 tokens"] in found.rows
-    # Nothing to compare with, on that length; it loses, and is there.
+    # There is no full cache at that length. The setting loses, and is listed.
     assert ["key_diff", "2x", "250", "50.0", "1", "0.0", "0.0 to 79.3", "\N{EN DASH}"] in found.rows
     # The overview: both lengths weigh the same.
     assert ["key_diff", "2x", "40.0"] in found.rows

@@ -85,7 +85,7 @@ def test_refuses_to_move_what_is_stored(
     fed(model, cache, text(20), 20)
     with pytest.raises(windlass.UsageError, match=why):
         edit(cache)
-    # What it can do: free tokens before the end, which leaves the others where they are.
+    # It can free tokens before the end, which leaves the others where they are.
     cache.drop(3, 9)
     cache.keep(1, 20)
     other = windlass.KVCache(model)
@@ -106,7 +106,7 @@ def test_refuses_positions_that_the_model_would_count_otherwise(attached_model: 
         prefill(model, cache, [[1, 2], [3]])
     prefill(model, cache, [[1, 2, 3], [3, 4, 5]])
     cache.rollback([1, 0])
-    with pytest.raises(windlass.UsageError, match="all rows must go on at 2"):
+    with pytest.raises(windlass.UsageError, match="all rows must continue at 2"):
         prefill(model, cache, [[1], [3]])
 
 

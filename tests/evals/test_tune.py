@@ -36,9 +36,9 @@ from windlass.evals.tune import (
 from windlass.hf.forward import LayerShape, layer_shapes
 
 run, model, tokenizer = cli.run, cli.model, cli.tokenizer  # fixtures
-# 3 heads of keys, 6 wide, and values, 10 wide; the second layer sees 20 tokens.
+# 3 heads of keys, 6 wide, and values, 10 wide. The second layer sees 20 tokens.
 SHAPES = [LayerShape(6, 3, 6, 10, torch.float32, None), LayerShape(6, 3, 6, 10, torch.float32, 20)]
-SLACK = 16 + 5  # free slots in decode, and those of tokens that may come back
+SLACK = 16 + 5  # free slots in decode, and slots of tokens that may come back
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ SLACK = 16 + 5  # free slots in decode, and those of tokens that may come back
     [
         # keys and values, and one position for all heads
         ("recent", "plain", 3 * (6 + 10) * 4 + 4, 0),
-        # a code a channel, two scales of 2 bytes; the mean key of each head
+        # a code a channel, two scales of 2 bytes, and the mean key of each head
         ("recent", "int8", 3 * (6 + 10 + 2 * 2) + 4, 3 * 6 * 4),
         ("recent", "int4", 3 * (3 + 5 + 2 * 2) + 4, 3 * 6 * 4),
         # 2 + 7 + 5 tokens and a spare one in full precision, with the slot (4) of each head and the index (8) of each
-        # token; the count of the row (8)
+        # token, and the count of the row (8)
         ("recent", "int8(sinks=2, newest=7)", 3 * 20 + 4, 72 + 15 * (3 * (16 * 4 + 4) + 8) + 8),
         # positions for each head
         ("key_diff", "plain", 3 * (6 + 10) * 4 + 3 * 4, 0),
@@ -103,7 +103,7 @@ def test_bytes_as_people_write_them(typed: str, size: int) -> None:
 
 @pytest.mark.parametrize("typed", ["", "0", "-1", "12Q", "MiB", "1e9", "nan", "0.0001"])
 def test_what_is_no_number_of_bytes(typed: str) -> None:
-    with pytest.raises(UsageError, match="is no number of bytes; write it as 64MiB"):
+    with pytest.raises(UsageError, match=r"is no number of bytes\. Write it as 64MiB"):
         parse_bytes("--bytes", typed)
 
 
@@ -146,8 +146,8 @@ def test_the_best_that_is_surely_better() -> None:
     best, worst = ranked("key_diff", [1.0] * 8, 3.0, store="int8"), ranked("recent", [0.0] * 8, 2.0)
     assert sentence([best, worst], None, 2**20) == (
         "Of 2 candidates within 1.00 MiB, key_diff in int8 did best, with 1,812 tokens a layer: it found 100 % "
-        "of what was hidden in 8 texts (95 % interval 68 to 100 %) with a perplexity of 20.09; on 8 texts that is "
-        "surely better than recent in plain."
+        "of the hidden facts in 8 texts (95 % interval 68 to 100 %) with a perplexity of 20.09. On 8 texts it is "
+        "significantly better than recent in plain."
     )
     assert not is_surely_better(worst, best)
 
@@ -155,7 +155,7 @@ def test_the_best_that_is_surely_better() -> None:
 def test_a_small_difference_is_called_one() -> None:
     best, other = ranked("key_diff", [1.0] * 8, 2.0), ranked("key_diff", [1.0] * 8, 2.001, store="int4")
     assert sentence([best, other], None, 2**20).endswith(
-        "on 8 texts that is surely better than key_diff in int4, by perplexity alone, for they found as much."
+        "On 8 texts it is significantly better than key_diff in int4, by perplexity alone, for they found as much."
     )
 
 
@@ -164,10 +164,10 @@ def test_nothing_is_significantly_better() -> None:
     best = ranked("key_diff", [1.0] * 5 + [0.0] * 3, 2.02, store="int8", positions="compact")
     others = [ranked("snapkv", [0.0] * 8, 2.0), ranked("recent", [1.0] * 4 + [0.0] * 4, 2.0)]
     told = sentence([best, *others], full, 2**20)
-    assert "it found 62 % of what was hidden in 8 texts (95 % interval 31 to 86 %)" in told
+    assert "it found 62 % of the hidden facts in 8 texts (95 % interval 31 to 86 %)" in told
     assert "with a perplexity of 7.538, 2.0 % above the full cache's" in told
     assert told.endswith(
-        "; none is significantly better than another: 8 texts do not tell snapkv in plain and recent in plain from it."
+        ". None is significantly better than another: 8 texts do not tell snapkv in plain and recent in plain from it."
     )
 
 
@@ -177,7 +177,7 @@ def test_perplexity_decides_where_nothing_is_found() -> None:
     assert is_surely_better(best, other)
     assert not is_surely_better(other, best)
     assert (
-        "found nothing of what was hidden in 6 texts, as all others, and was taken for a perplexity of 7.389"
+        "found none of the hidden facts in 6 texts, as all others, and was chosen for a perplexity of 7.389"
         in sentence([best, other], None, 2**20)
     )
 
@@ -253,11 +253,11 @@ def test_a_text_that_fits_needs_no_choice(run: Callable[..., Ran], tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (("--bytes", "12Q"), "--bytes '12Q' is no number of bytes; write it as 64MiB"),
+        (("--bytes", "12Q"), "--bytes '12Q' is no number of bytes. Write it as 64MiB"),
         (("--bytes", "9KiB"), "--bytes 9.00 KiB are too few for policy Recent() in store plain"),
         (("--bytes", "1MiB", "--length", "99999"), "--length 99999 is more than the"),
         (("--bytes", "1MiB", "--tasks", "nothing"), "nothing"),
-        (("--bytes", "1MiB", "--policies", "keydif"), "did you mean key_diff?"),
+        (("--bytes", "1MiB", "--policies", "keydif"), "Did you mean key_diff?"),
     ],
 )
 def test_wrong_options_are_one_line(

@@ -50,28 +50,28 @@ def test_the_fewest_bytes_that_keep_the_score(file: Path) -> None:
         lines += scored("Recent()", [1.0, 1.0, *[0.0] * 8], asked_budget=asked, bytes_held=held - 5)
     assert verdict(cases(file, *lines)) == (
         "key_diff at 8x keeps 100 % of the score in 16 % of the bytes (10 texts, 95 % interval of the score 72 to "
-        "100 %); recent loses 80 points."
+        "100 %). The worst, recent, loses 80 points."
     )
 
 
 def test_what_chance_could_have_made_is_said(file: Path) -> None:
-    # Five texts of ten that one finds and the other does not are not enough; six are.
+    # Five texts of ten that one finds and the other does not are not enough. Six are.
     lines = whole(*[1.0] * 10) + scored("KeyDiff()", [1.0] * 10) + scored("H2O()", [0.0] * 5 + [1.0] * 5)
     found = verdict(cases(file, *lines, *scored("Recent()", [0.0] * 6 + [1.0] * 4)))
-    assert found.endswith("; recent loses 60 points; 10 texts do not tell h2o from it.")
+    assert found.endswith(". The worst, recent, loses 60 points. 10 texts do not tell h2o from it.")
 
 
 def test_a_score_that_nobody_keeps(file: Path) -> None:
     lines = whole(*[1.0] * 4) + scored("KeyDiff()", [1.0, 1.0, 0.0, 0.0]) + scored("Recent()", [1.0, 0.0, 0.0, 0.0])
     assert verdict(cases(file, *lines)) == (
-        "No setting keeps 95 % of the score; the best is that key_diff at 2x keeps 50 % of the score in 50 % of the "
-        "bytes (4 texts, 95 % interval of the score 15 to 85 %); 4 texts do not tell recent from it."
+        "No setting keeps 95 % of the score. The best: key_diff at 2x keeps 50 % of the score in 50 % of the "
+        "bytes (4 texts, 95 % interval of the score 15 to 85 %). 4 texts do not tell recent from it."
     )
 
 
 def test_a_model_that_cannot_do_it(file: Path) -> None:
     assert verdict(cases(file, *whole(0.0, 0.0), *scored("KeyDiff()", [0.0, 0.0]))) == (
-        "The full cache itself scores 0 %: this model cannot do what is asked, which tells nothing of policies."
+        "The full cache itself scores 0 %: this model cannot do the task, so its score tells nothing about policies."
     )
 
 
@@ -79,7 +79,7 @@ def test_without_a_full_cache_or_without_others(file: Path) -> None:
     assert verdict(cases(file, *scored("KeyDiff()", [1.0, 0.0]))) == (
         "key_diff at 2x scores 50 % in 50 % of the bytes (2 texts, 95 % interval of the score 9 to 91 %)."
     )
-    assert verdict(cases(file, *whole(1.0, 0.0))) == "The full cache scores 50 %; no other setting was run."
+    assert verdict(cases(file, *whole(1.0, 0.0))) == "The full cache scores 50 %. No other setting was run."
     assert verdict(()) == ""
 
 
@@ -101,8 +101,8 @@ def test_losses(file: Path) -> None:
     lines += read("KeyDiff()", [2.02] * 6) + read("Recent()", [2.1] * 6)
     # exp(0.02) and exp(0.1)
     assert verdict(cases(file, *lines)) == (
-        "key_diff at 2x has a perplexity 2.0 % above the full cache's in 50 % of the bytes (6 texts); "
-        "that of recent is 10.5 % above it, too."
+        "key_diff at 2x has a perplexity 2.0 % above the full cache's in 50 % of the bytes (6 texts). "
+        "The perplexity of recent is 10.5 % above it, too."
     )
 
 

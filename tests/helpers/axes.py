@@ -68,7 +68,7 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 6,
 }
-# By family: what its text and vision configs have beside the common, and its own.
+# By family: fields of its text and vision configs beside the common ones, and its own.
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": ({}, DEEP, IDS),
     "qwen3_vl_moe": (EXPERTS, DEEP, IDS),

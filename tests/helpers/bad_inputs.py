@@ -13,7 +13,7 @@ from windlass.cli.app import app
 from windlass.cli.measure_options import RAY
 from windlass.cli.options import BareOptionCommand
 
-# What a command needs beside the option that is tried.
+# Arguments that a command needs beside the tested option.
 WORKING = {
     "generate": "{model} hi",
     "chat": "{model}",
@@ -28,7 +28,7 @@ WORKING = {
 NO_NUMBERS = ("x", "", "1,5", "½")
 NO_WHOLE_NUMBERS = ("nan", "1.5")
 
-# command, options, a regular expression of what the line says
+# command, options, a regular expression for the error
 NUMBERS = [
     ("generate", "--budget 0", "budget must be from 1 to 1073741824, got 0"),
     ("generate", "--budget -3", "budget must be from 1"),
@@ -111,7 +111,7 @@ NUMBERS = [
     ("calibrate", "--tokens -1", "--tokens"),
 ]
 NAMES = [
-    ("generate", "--policy snapvk", r"policy 'snapvk' is unknown; did you mean snapkv\?"),
+    ("generate", "--policy snapvk", r"policy 'snapvk' is unknown. Did you mean snapkv\?"),
     ("generate", "--policy ''", "policy '' cannot be read"),
     ("generate", "--policy 'snapkv('", "cannot be read"),
     ("generate", "--policy 'snapkv)('", "cannot be read"),
@@ -123,28 +123,28 @@ NAMES = [
     (
         "generate",
         "--policy 'snapkv(poll=7)'",
-        "unexpected keyword argument 'poll'; it takes snapkv.observed_queries: int",
+        "unexpected keyword argument 'poll'. It takes snapkv.observed_queries: int",
     ),
     (
         "generate",
         "--policy 'snapkv(1, 3, True, 5)'",
-        "takes from 1 to 4 positional arguments but 5 were given; it takes snapkv",
+        "takes from 1 to 4 positional arguments but 5 were given. It takes snapkv",
     ),
     ("generate", "--policy 'SnapKV(pool=1e400)'", "pool must be an odd number of at least 1, got inf"),
     ("generate", "--policy 'SnapKV(pool=-1e999)'", "pool must be an odd number of at least 1, got -inf"),
     ("generate", "--policy 'SnapKV(pool=nan)'", "policy 'nan' is unknown"),
     ("generate", "--policy 'pyramid(snapvk)'", "policy 'snapvk' is unknown"),
-    ("generate", "--policy 'pyramid(snapkv, gamma=3)'", "unexpected keyword argument 'gamma'; it takes pyramid"),
+    ("generate", "--policy 'pyramid(snapkv, gamma=3)'", "unexpected keyword argument 'gamma'. It takes pyramid"),
     (
         "generate",
         "--policy 'pairs({missing})'",
-        "cannot be read: No such file .*; make it again with `windlass calibrate`",
+        "cannot be read: No such file .*. Make it again with `windlass calibrate`",
     ),
     ("generate", "--policy {missing}.py:Mine", "policy file .* cannot be read: No such file"),
     ("generate", "--policy {missing}.py", "is a file but names no class"),
     ("generate", "--policy {folder}:Mine", "cannot be read: Is a directory"),
     ("generate", "--policy /dev/zero:Mine", "is not a regular file, nor a pipe"),
-    ("generate", "--positions compcat", "is not a position mode; use one of: .*compact, self_extend.group, window."),
+    ("generate", "--positions compcat", "is not a position mode. Use one of: .*compact, self_extend.group, window."),
     ("generate", "--positions Compact", "is not a position mode"),
     ("generate", "--positions ''", "is not a position mode"),
     ("generate", "--positions 'compact(3)'", "compact takes no numbers"),
@@ -161,20 +161,20 @@ NAMES = [
     ("generate", "--positions 'self_extend(8, 64, 2)'", "self_extend takes group and window"),
     ("generate", "--positions 'self_extend(99999999999)'", "group must be from 1"),
     ("generate", "--store int3", "store='int3' is not a store"),
-    ("generate", "--store INT8", "is not a store; use one of: plain, int8, int4"),
+    ("generate", "--store INT8", "is not a store. Use one of: plain, int8, int4"),
     ("generate", "--store ''", "is not a store"),
     ("generate", "--store 'plain(1)'", "plain takes no numbers"),
     ("generate", "--store 'int4(sinks=-1)'", "sinks of a store must be from 0"),
     ("generate", "--store 'int4(newest=x)'", "newest must be a whole number"),
     ("generate", "--store 'int4(1, 2, 3)'", "int4 takes sinks and newest"),
     ("generate", "--store 'int4(newest=1, newest=2)'", "each once"),
-    ("generate", "--merge meen", "merge='meen' is not a rule; use one of: mean_count, mean"),
+    ("generate", "--merge meen", "merge='meen' is not a rule. Use one of: mean_count, mean"),
     ("generate", "--merge ''", "is not a rule"),
-    ("generate", "--merge 'mean(far)'", "'far' is not a setting; use one of: nearest, next"),
-    ("generate", "--dtype fp16", "dtype 'fp16' is unknown; use one of: auto, float32, bfloat16, float16"),
+    ("generate", "--merge 'mean(far)'", "'far' is not a setting. Use one of: nearest, next"),
+    ("generate", "--dtype fp16", "dtype 'fp16' is unknown. Use one of: auto, float32, bfloat16, float16"),
     ("generate", "--dtype Float32", "dtype 'Float32' is unknown"),
     ("generate", "--dtype ''", "dtype '' is unknown"),
-    ("generate", "--weights int2", "weights 'int2' are unknown; use one of: auto, int8, int4"),
+    ("generate", "--weights int2", "weights 'int2' are unknown. Use one of: auto, int8, int4"),
     ("generate", "--device gpu", "device 'gpu' is unknown"),
     ("generate", "--device CPU", "device 'CPU' is unknown"),
     ("generate", "--device cuda:", "device 'cuda:' is unknown"),
@@ -193,14 +193,14 @@ NAMES = [
     ("bench", "--policy recent,,h2o", "has an empty value"),
     ("bench", "--positions nope", "is not a position mode"),
     ("bench", "--store plain,int5", "store='int5' is not a store"),
-    ("bench", "--storage both", "--storage 'both' is unknown; use one of: unrotated, rotated"),
-    ("bench", "--graph maybe", "--graph 'maybe' is unknown; use one of: off, on"),
+    ("bench", "--storage both", "--storage 'both' is unknown. Use one of: unrotated, rotated"),
+    ("bench", "--graph maybe", "--graph 'maybe' is unknown. Use one of: off, on"),
     ("bench", "--dtype fp8", "dtype 'fp8' is unknown"),
     ("bench", "--weights plain", "weights 'plain' are unknown"),
     ("bench", "--device moon", "device 'moon' is unknown"),
-    ("bench", "--shape 2b", "give either a model or --shape|--shape '2b' is unknown; use one of: tiny, 1b"),
+    ("bench", "--shape 2b", "give either a model or --shape|--shape '2b' is unknown. Use one of: tiny, 1b"),
     ("bench", "{model}", "give either a model or --shape"),
-    ("eval", "--tasks pasky", r"task 'pasky' is unknown; did you mean passkey\?"),
+    ("eval", "--tasks pasky", r"task 'pasky' is unknown. Did you mean passkey\?"),
     ("eval", "--tasks ''", "has an empty value"),
     ("eval", "--tasks 'passkey({text})'", "task passkey reads no text"),
     ("eval", "--tasks 'perplexity({missing})'", "cannot be read: No such file"),

@@ -27,7 +27,7 @@ class CacheModel(TextModel):
         for layer, kind, (keys, values) in zip(self.layers, kinds, states, strict=True):
             layer.batch = batch
             layer.start(kind)
-            # A sliding layer has dropped what its window left behind.
+            # A sliding layer has dropped the tokens behind its window.
             layer.has_evicted = kind.sliding_window is not None and tokens >= kind.sliding_window
             first = 0 if kind.sliding_window is None else max(0, tokens - kind.sliding_window + 1)
             coded = self.codec(layer.index, keys, values)

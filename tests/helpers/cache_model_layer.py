@@ -58,21 +58,21 @@ class Held:
     codec: Codec
     counts: Counts
     batch: int
-    kind: Kind | None = None  # that of the first pass; None before
+    kind: Kind | None = None  # set by the first pass
     this_pass: Kind | None = None  # that of the pass being followed, where its scale or softcap is another
     held: list[list[Tokens]] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
     memory: list[Memory] = field(default_factory=list)  # of each row, where evicted tokens are recalled
     has_evicted: bool = False
     is_close: bool = False  # whether rounding may have decided where a token was merged
-    is_last: bool = True  # whether a step is the last of its pass: values in others are not seen
-    is_seen: bool = True  # whether what the cache held after this step is known
-    is_doubtful: bool = False  # whether rounding may have decided what went between two tokens of a pass
+    is_last: bool = True  # whether a step is the last of its pass: other steps' values are not seen
+    is_seen: bool = True  # whether the cache's tokens after this step are known
+    is_doubtful: bool = False  # whether rounding may have decided an eviction between two tokens of a pass
     expected: list[list[list[int]]] | None = None  # positions that the cache holds after the pass being followed
     noted: list[Noted] = field(default_factory=list)  # after each step of it
     seen: Noted | None = None  # after the step being followed
     find: Callable[[int, int, Tokens, int], list[int]] | None = None
-    """Which of a row's and list's tokens at one position the cache holds: their indices, given how many."""
+    """Return the indices of the tokens at one position that the cache holds, given a row, a list and their number."""
 
     def __post_init__(self) -> None:
         self.rules = self.configured

@@ -23,7 +23,7 @@ class Rules:
     store_newest: int = 0
     key_rounding: float = 2.0**-24
     mass_rounding: float = 2.0**-15
-    recall: int = 0  # tokens that a step reads again of those that were evicted
+    recall: int = 0  # evicted tokens that a step reads again
     recall_store: str = "plain"
     has_digests: bool = False  # whether pages may be looked at by their digests first
 

@@ -88,7 +88,7 @@ class PolicyModel:
         """Scores of a list's tokens, whose keys are as `read` gives them."""
         if self.name == "recent":  # Xiao et al. 2023: the newest
             return Scores(np.array([token.position for token in tokens], dtype=float), 0.0)
-        if self.name == "random":  # anything, but a prompt outlasts what was generated after it
+        if self.name == "random":  # any order, but a prompt outlasts the generated tokens
             return Scores(np.array([0.5 + (token.position < prompt_end) for token in tokens]), 0.5)
         if self.name == "key_norm":  # Devoto et al. 2024: the smallest norm
             keys, _ = stacked(tokens, read)

@@ -32,7 +32,7 @@ class Token(NamedTuple):
     place_in_store: int = -1
 
 
-Tokens = list[Token]  # in the order in which they were written; never changed, only replaced
+Tokens = list[Token]  # in the order of writing. Never changed, only replaced
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Kind:
     sliding_window: int | None = None
     softcap: float | None = None
     sink_logits: tuple[float, ...] | None = None
-    angles: tuple[float, ...] | None = None  # one per channel pair, of one position; None where it does not rotate
+    angles: tuple[float, ...] | None = None  # one per channel pair, of one position (None: it does not rotate)
     trained_length: int | None = None
 
 

@@ -184,7 +184,7 @@ class Pair(Compared):
         largest = max(1.0, float(np.abs(truth).max(initial=0.0)))
         if self.setup.dtype == "float32":
             return 5e-5 * largest
-        # Sums of merged values are larger than what is read. What is spliced in from another store may be a code apart.
+        # Sums of merged values exceed the values read. Tokens spliced in from another store may be a code apart.
         held = [np.abs(t.value).max() for lists in self.model.layers[layer].held for own in lists for t in own]
         largest = max([largest, *held])
         return (0.15 if columns > 16 or self.setup.store != "plain" else 2.0**-7) * largest

@@ -33,7 +33,7 @@ def random_setup(draw: random.Random) -> Setup:
             draw.choice([-1.0, 0.3]),
         )
     dtype = draw.choice(["float32"] * 4 + ["bfloat16"])
-    if merge is not None and merge.name == "sum":  # sums grow beyond what a bound in bfloat16 could say
+    if merge is not None and merge.name == "sum":  # sums grow too large for a useful bound in bfloat16
         dtype = "float32"
     recall = draw.choice([0, 8, 8, 16, 256]) if budget is not None else 0
     model = draw.choice(["plain", "plain", "plain" if recall else "windowed", *MODELS])

@@ -69,7 +69,7 @@ def _is_shape(annotation: object, names: Mapping[str, object]) -> bool:
     return is_array or any(_is_shape(each, names) for each in get_args(annotation))
 
 
-jaxtyping.jaxtyped = of_shapes  # type: ignore[assignment]  # what the import hook asks for by name
+jaxtyping.jaxtyped = of_shapes  # type: ignore[assignment]  # the import hook looks it up by name
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:

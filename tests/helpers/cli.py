@@ -20,8 +20,8 @@ from windlass.hf.load import load
 PROMPT = "He was sitting in the boat, and the river was quiet. She said"
 START = [sys.executable, "-m", "windlass.__main__"]
 LAST_LINE = re.compile(
-    r"(interrupted; )?prefill [\d,]+( of [\d,]+)? tokens, [\d,.]+ tokens/s; "
-    r"decode [\d,]+ tokens, [\d,.]+ tokens/s; [\d.]+ ([KMG]i)?B held"
+    r"(interrupted, )?prefill [\d,]+( of [\d,]+)? tokens at [\d,.]+ tokens/s, "
+    r"decode [\d,]+ tokens at [\d,.]+ tokens/s, [\d.]+ ([KMG]i)?B held"
 )
 
 

@@ -17,7 +17,7 @@ from windlass.serve.errors import ServerSettings
 from windlass.serve.prompts import PromptTokenizer
 from windlass.serve.run import HttpServer, bound
 
-PATIENCE = 30.0  # seconds; nothing here takes as long
+PATIENCE = 30.0  # seconds: nothing here takes as long
 
 
 class Gate(Watcher):

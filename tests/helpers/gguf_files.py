@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-VOCABULARY = 264  # the bytes, two words and some control tokens; a multiple of no block
+VOCABULARY = 264  # the bytes, two words and some control tokens: a multiple of no block
 WIDTH, INNER, HEADS, KV_HEADS, LAYERS = 256, 512, 4, 2, 2
 SIZES: dict[str, Any] = {
     "hidden_size": WIDTH,
@@ -66,7 +66,7 @@ def model_of(family: str, **options: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     own: dict[str, Any] = {"tie_word_embeddings": family in ("gemma3", "qwen3")} | options
     if family.startswith("qwen3"):
-        own["head_dim"] = 128  # those of its experts and of a head are not read out of a file
+        own["head_dim"] = 128  # sizes of its experts and of a head are not read from a file
     if family == "qwen3moe":
         own |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
     if family == "gemma3":

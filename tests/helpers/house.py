@@ -6,6 +6,7 @@
 import ast
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ GUIDE = sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "api.md", ROOT
 FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 CODE = re.compile(r"`[^`]*`")
+DIRECTIVE = re.compile(r"(noqa|type: ignore|fmt:|pragma:)")
+CPP = (".cpp", ".hpp")
+CPP_COMMENT = re.compile(r"(?<!:)// ?(.*)")
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,38 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
             text = ast.get_docstring(node)
             if text:
                 yield getattr(node, "lineno", 1), text
+
+
+def field_strings(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and text of each string that stands under a field or another statement."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        body = getattr(node, "body", None)
+        for statement in body[1:] if isinstance(body, list) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                text = statement.value.value
+                if isinstance(text, str):
+                    yield statement.lineno, text
+
+
+def commented(folder: str) -> list[Path]:
+    """The Python and C++ files of a folder."""
+    return sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", *CPP))
+
+
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and prose of each comment of a file. Directives of tools are no prose."""
+    if path.suffix in CPP:
+        for line, text in enumerate(path.read_text().splitlines(), 1):
+            if found := CPP_COMMENT.search(text):
+                yield line, found[1]
+        return
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type == tokenize.COMMENT:
+                parts = [part.strip() for part in token.string.split("# ")]
+                text = " ".join(part for part in parts if part and not DIRECTIVE.match(part))
+                if text:
+                    yield token.start[0], text
 
 
 def prose(page: Path) -> str:

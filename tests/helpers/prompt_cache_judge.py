@@ -26,9 +26,9 @@ def verdict(honest: Honest, data: bytes, path: Path) -> tuple[str, str]:
         cache = KVCache.load(path, honest.model, policy=honest.policy)
     except PromptCacheError as error:
         message = str(error)
-        is_line = message.isprintable() and len(message) < 9000 and message.startswith(str(path)) and ";" in message
+        is_line = message.isprintable() and len(message) < 9000 and message.startswith(str(path)) and ". " in message
         return (REFUSED, message) if is_line else (TRACEBACK, f"not one clear line: {message!r}")
-    except Exception as error:  # whatever it is, it is not what was promised
+    except Exception as error:  # any other error is a fault
         return TRACEBACK, f"{type(error).__name__}: {error}"[:300]
     try:
         file = CacheFile.read(path)

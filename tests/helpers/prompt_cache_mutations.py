@@ -124,7 +124,7 @@ def _values(file: CacheFile, draw: random.Random) -> str:
     flat, at = tensor.flatten(), draw.randrange(tensor.numel())
     choices = [value for value in ENTRIES if tensor.is_floating_point() or (value == value and abs(value) < 2**31)]
     value = draw.choice((*choices, flat[draw.randrange(len(flat))].item(), flat[at].item() + draw.choice((1, -1))))
-    # As in memory: what does not fit wraps around.
+    # As in memory: numbers that do not fit wrap around.
     new = torch.tensor(value).to(tensor.dtype)
     is_all = draw.randrange(6) == 0
     flat[slice(None) if is_all else at] = new
@@ -231,5 +231,5 @@ def _signed_again(data: bytes, end: int) -> bytes:
         metadata = json.loads(data[8:end])["__metadata__"]
         new = checksum(metadata["contents"], load(data))
         return data[:8] + data[8:end].replace(metadata["checksum"].encode(), new.encode()) + data[end:]
-    except Exception:  # whatever it has become: the file stays unsigned
+    except Exception:  # of any kind: the file stays unsigned
         return data

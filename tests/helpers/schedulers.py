@@ -16,7 +16,7 @@ from windlass.engine.scheduler import Scheduler
 from windlass.engine.text import Stops
 from windlass.hf.kv_cache import KVCache
 
-PATIENCE = 60.0  # seconds; nothing here takes as long
+PATIENCE = 60.0  # seconds: nothing here takes as long
 OPTIONS: dict[str, Any] = {"budget": 17, "sinks": 2, "window": 3, "chunk": 13, "rollback": 0}
 
 

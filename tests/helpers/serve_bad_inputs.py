@@ -43,7 +43,7 @@ def ran(arguments: list[str]) -> tuple[int, str, str]:
         except HeavyWork as error:
             code = -1
             print(error, file=sys.stderr)
-        except Exception as error:  # what would be a traceback
+        except Exception as error:  # would be a traceback
             code = -2
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         finally:

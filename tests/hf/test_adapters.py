@@ -123,7 +123,7 @@ def test_the_model_inside_of_an_attached_one_is_told_of_it(is_merged: bool, text
     model = windlass.attach(tuned())
     outer, ids = model, text(12)
     inner: Any = model.merge_and_unload() if is_merged else model.get_base_model()
-    with pytest.raises(UsageError, match=r"shares its layers with a PeftModel\w* that is attached; .*detach"):
+    with pytest.raises(UsageError, match=r"shares its layers with a PeftModel\w* that is attached. .*detach"):
         windlass.attach(inner)
     expected = logits(outer, text)
     with torch.no_grad():

@@ -14,7 +14,7 @@ TOKENS, STARTS = 71, (8, 31)  # a picture takes 15 tokens
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"positions": "self_extend(4, 16)"}, r'positions="self_extend\(4, 16\)" can\'t read a text with pictures'),
-    ({"positions": "clamp(30)"}, 'set cache.positions to "original" or "compact"'),
+    ({"positions": "clamp(30)"}, 'Set cache.positions to "original" or "compact"'),
     ({"budget": 40, "merge": "mean_count"}, "merge=mean_count averages keys"),
 ]
 
@@ -78,10 +78,10 @@ def test_positions_that_do_not_follow_say_so(text: Text) -> None:
     ids = given["input_ids"][:, 60:]
     skipping = axes[:, :, 60:] + 3 * (torch.arange(11) >= 4)
     with pytest.raises(
-        UsageError, match=r"position_ids\[:, 0, 0\] are \[41, 41, 41\], but the text of row 0 goes on at 40"
+        UsageError, match=r"position_ids\[:, 0, 0\] are \[41, 41, 41\], but the text of row 0 continues at 40"
     ):
         model(ids, position_ids=axes[:, :, 60:] + 1, past_key_values=cache)
-    with pytest.raises(UsageError, match=r"position_ids\[:, 0, 4\] are \[47, 47, 47\].* goes on at 44"):
+    with pytest.raises(UsageError, match=r"position_ids\[:, 0, 4\] are \[47, 47, 47\].* continues at 44"):
         model(ids, position_ids=skipping, past_key_values=cache)
     with pytest.raises(UsageError, match=r"position_ids are \(2, 1, 11\), and this model has 3 axes"):
         model(ids, position_ids=axes[:2, :, 60:], past_key_values=cache)

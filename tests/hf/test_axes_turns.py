@@ -83,7 +83,7 @@ def test_positions_that_a_wrapper_counts_by_the_mask(family: str, text: Text) ->
         )
         assert error(ours[:1], alone[0]) <= TOLERANCE
         assert error(ours[1:, 16:], alone[1]) <= TOLERANCE
-    for other in (torch.ones(2, 46), torch.ones(2, 47)):  # padding is now a token; a column too many
+    for other in (torch.ones(2, 46), torch.ones(2, 47)):  # padding is now a token, or there is a column too many
         with pytest.raises(UsageError, match="attention_mask"):
             model(ids[:, :1], attention_mask=other, past_key_values=cache)
     assert cache.next_positions == [45, 29]
@@ -110,6 +110,8 @@ def test_turns_that_do_not_add_up_are_refused(text: Text, monkeypatch: pytest.Mo
     windlass.attach(model)
     cache, given = KVCache(model), shown(text, TOKENS, STARTS)
     model(given["input_ids"][:, :4], past_key_values=cache)
-    with pytest.raises(UsageError, match="this model does not turn keys by one axis after the other; read text alone"):
+    with pytest.raises(
+        UsageError, match=r"this model does not turn keys by one axis after the other\. Read text alone"
+    ):
         model(**given, past_key_values=cache)
     assert cache.next_positions == [4]

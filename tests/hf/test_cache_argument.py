@@ -51,7 +51,7 @@ def test_both_names_at_once_are_refused(attached_model: Models, text: Text) -> N
     model = attached_model("llama")
     given = {name: KVCache(model) for name in CACHE_NAMES}
     for called in (model, model.model, model.generate):
-        with pytest.raises(UsageError, match=r"two names of one argument, and both were given; leave .* out"):
+        with pytest.raises(UsageError, match=r"two names of one argument, and both were given. Leave .* out"):
             called(text(4), **given)
     assert [cache.columns_seen for cache in given.values()] == [0, 0]
     only, nothing = CACHE_NAMES

@@ -62,13 +62,13 @@ def test_an_import_is_rolled_back_only_where_nothing_was_dropped(
         theirs = DynamicCache(config=plain.config)
         logits_of(plain, ids[:, :tokens], theirs)
         cache = KVCache.from_rotated(model, theirs)
-        with pytest.raises(UsageError, match="use drop") if tokens == 30 else nullcontext():
+        with pytest.raises(UsageError, match="Use drop") if tokens == 30 else nullcontext():
             cache.rollback(5)
         ours = logits_of(model, ids[:, cache.next_positions[0] : tokens + 1], cache)
         expected = logits_of(plain, ids[:, : tokens + 1])[:, -ours.shape[1] :]
         torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
         if tokens == 30:
-            with pytest.raises(UsageError, match="use drop"):
+            with pytest.raises(UsageError, match="Use drop"):
                 cache.rollback(2)
             cache.rollback(1)
             ours = logits_of(model, ids[:, tokens : tokens + 4], cache)

@@ -40,22 +40,22 @@ def test_every_command_that_opens_a_model_takes_a_device(
     assert main((command, *COMMANDS[command], "--device", "gpu")) == 2
     said = capsys.readouterr()
     assert said.err == (
-        "windlass: error: device 'gpu' is unknown; use auto, cpu, mps, cuda, or cuda:1 for the second of several GPUs\n"
+        "windlass: error: device 'gpu' is unknown. Use auto, cpu, mps, cuda, or cuda:1 for the second of several GPUs\n"
     )
     assert said.out == ""
 
 
 @pytest.mark.parametrize("name", ["", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "CUDA", "mps:0", " cuda"])
 def test_other_names_are_refused(name: str):
-    with pytest.raises(UsageError, match="is unknown; use auto, cpu, mps, cuda, or cuda:1"):
+    with pytest.raises(UsageError, match=r"is unknown\. Use auto, cpu, mps, cuda, or cuda:1"):
         device_of(name)
 
 
 @pytest.mark.parametrize(
     ("built_with", "count", "name", "why"),
     [
-        (None, 0, "cuda", "was built without CUDA; use device cpu, or install one that does"),
-        ("13.0", 0, "cuda:0", "finds no GPU that it can use; use device cpu, or install"),
+        (None, 0, "cuda", "was built without CUDA. Use device cpu, or install one that does"),
+        ("13.0", 0, "cuda:0", "finds no GPU that it can use. Use device cpu, or install"),
         ("13.0", 1, "cuda:1", "device cuda:1: PyTorch finds 1 GPU, the first is cuda:0"),
         ("13.0", 2, "cuda:12", "device cuda:12: PyTorch finds 2 GPUs, the first is cuda:0"),
     ],
@@ -95,7 +95,7 @@ def test_auto_is_the_first_that_is_there(has_cuda: bool, has_mps: bool, expected
         assert str(device_of("mps")) == "mps"
     else:
         with pytest.raises(
-            UsageError, match=r"device mps: PyTorch .* finds no GPU of an Apple computer; use device cpu"
+            UsageError, match=r"device mps: PyTorch .* finds no GPU of an Apple computer. Use device cpu"
         ):
             device_of("mps")
 
@@ -143,4 +143,4 @@ def test_a_gpu_is_benched(capsys: pytest.CaptureFixture[str]):
     assert torch.cuda.get_device_name() in said
     assert "tg3 b2 @ d40" in said
     assert main(("bench", "--shape", "tiny", "--device", "cuda", "--threads", "1")) == 2
-    assert "--threads are those of a CPU" in capsys.readouterr().err
+    assert "--threads is for a CPU" in capsys.readouterr().err

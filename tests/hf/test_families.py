@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 # Their rotary table changes once a text outgrows the trained length.
 LENGTH_DEPENDENT = ("llama_dynamic", "phi3")
 
-# Their layers are memories of another kind, or are masked in another way: what the options of a cache are made of.
+# Their layers are memories of another kind, or are masked in another way, on which options of a cache depend.
 OWN_LAYERS = {"gemma3n", "gemma4_e", "gemma4_wrapped", "deepseek_v3", "minicpm3", "llama4", "gpt_oss", "qwen2"}
 SETTINGS = {"absent": (None, Recent()), "recent": (ROOMY, Recent()), "h2o": (ROOMY, H2O())}
 SIDES = ("left", "right")

@@ -166,9 +166,9 @@ REFUSED = {
     "int8": (lambda m, t: filled(m, [t(29)[0].tolist()], store="int8"), "the store 'int8' holds them otherwise"),
     "evicted": (
         lambda m, t: filled(m, [t(29)[0].tolist()], budget=20, window=3),
-        "needs the whole text, and layer 0 holds 20 of 29 tokens; make the cache without a budget",
+        "needs the whole text, and layer 0 holds 20 of 29 tokens. Make the cache without a budget",
     ),
-    "edited": (dropped, "layer 0 holds 25 of 29 tokens; make the cache without a budget, and compress it before any"),
+    "edited": (dropped, "layer 0 holds 25 of 29 tokens. Make the cache without a budget, and compress it before any"),
 }
 
 

@@ -246,36 +246,36 @@ def test_a_folder_or_a_name_may_choose_among_files(tmp_path: Path, monkeypatch: 
         write(tmp_path / f"m-{kind}.gguf", "llama", kind)
     (tmp_path / "mmproj-F16.gguf").touch()
     with pytest.raises(
-        UsageError, match=r"has 2 GGUF files: m-Q4_0.gguf, m-Q8_0.gguf; choose one by its types: .*:Q4_0"
+        UsageError, match=r"has 2 GGUF files: m-Q4_0.gguf, m-Q8_0.gguf. Choose one by its types: .*:Q4_0"
     ):
         windlass.load(tmp_path)
     assert name_of(windlass.load(f"{tmp_path}:q8_0")[0]) == "Q8_0"
-    with pytest.raises(UsageError, match=r"has no GGUF file of Q6_K; it has m-Q4_0.gguf, m-Q8_0.gguf"):
+    with pytest.raises(UsageError, match=r"has no GGUF file of Q6_K. It has m-Q4_0.gguf, m-Q8_0.gguf"):
         windlass.load(f"{tmp_path}:Q6_K")
     files = [SimpleNamespace(rfilename=path.name) for path in tmp_path.glob("*.gguf")]
     monkeypatch.setattr(load_module, "model_info", lambda name, timeout: SimpleNamespace(siblings=files))  # noqa: ARG005
     monkeypatch.setattr(load_module, "hf_hub_download", lambda name, file: str(tmp_path / file))  # noqa: ARG005
     assert name_of(windlass.load("owner/model:Q4_0")[0]) == "Q4_0"
-    with pytest.raises(UsageError, match=r"weights 'int8': m-Q4_0.gguf has codes of its own; leave them out"):
+    with pytest.raises(UsageError, match=r"weights 'int8': m-Q4_0.gguf has codes of its own. Leave them out"):
         windlass.load("owner/model:Q4_0", weights="int8")
     (tmp_path / "m-Q8_0.gguf").unlink()
     assert name_of(windlass.load(tmp_path)[0]) == "Q4_0"
     assert windlass.hf.load.load_tokenizer(str(tmp_path)).eos_token == "<|end|>"
     (tmp_path / "m-00001-of-00003.gguf").touch()
-    with pytest.raises(UsageError, match="is one of several parts; join them"):
+    with pytest.raises(UsageError, match=r"is one of several parts\. Join them"):
         windlass.load(tmp_path / "m-00001-of-00003.gguf")
 
 
 def test_options_that_codes_cannot_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "m.gguf", "llama", "Q4_0")
-    with pytest.raises(UsageError, match=r"weights 'int8': m.gguf has codes of its own; leave them out"):
+    with pytest.raises(UsageError, match=r"weights 'int8': m.gguf has codes of its own. Leave them out"):
         windlass.load(tmp_path / "m.gguf", weights="int8")
     with pytest.raises(UsageError, match=r"m.gguf is a GGUF file, whose codes cannot be spread over processes"):
         windlass.load(tmp_path / "m.gguf", tensor_parallel=True)
     with pytest.raises(UsageError, match="is quantised already"):
         quantize(windlass.load(tmp_path / "m.gguf")[0], "int8")
     monkeypatch.setattr(parse, "find_spec", lambda name: None)  # noqa: ARG005
-    with pytest.raises(UsageError, match=r"needs gguf, which is not installed; run: pip install 'windlass\[gguf\]'"):
+    with pytest.raises(UsageError, match=r"needs gguf, which is not installed. Run: pip install 'windlass\[gguf\]'"):
         windlass.load(tmp_path / "m.gguf")
 
 
@@ -304,14 +304,14 @@ ARCHITECTURE = named("general.architecture", "llama")
         (header(ARCHITECTURE, count=2**60), "is damaged: it counts"),
         (header(ARCHITECTURE, count=9), "is damaged: it ends in its header"),
         (header(), "it does not name its architecture"),
-        (header(ARCHITECTURE, ARCHITECTURE), "'general.architecture' stands in it twice"),
+        (header(ARCHITECTURE, ARCHITECTURE), "'general.architecture' occurs twice"),
         (header(text("a") + struct.pack("<IIQ", 9, 0, 2**62)), "is damaged: it counts"),
         (header(text("a") + struct.pack("<IQ", 8, 2**50)), "is damaged: it has a text of"),
         (header(text("a") + struct.pack("<IIQ", 9, 9, 1)), "it has an array of type 9"),
         (header(ARCHITECTURE, tensors=1) + text("t") + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0), "is cut: it has"),
         (
             header(named("general.architecture", "gptj")),
-            r"reads no GGUF files of architecture 'gptj'; it reads .*llama",
+            r"reads no GGUF files of architecture 'gptj'. It reads .*llama",
         ),
     ],
 )

@@ -33,7 +33,7 @@ def test_a_backward_pass_through_a_cache_is_refused(
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=0)
     head = model.lm_head.weight  # after all attention: its gradient is whole
     assert torch.autograd.grad(out.sum(), head, retain_graph=True)[0].isfinite().all()
-    with pytest.raises(UsageError, match=r"no gradient passes.*leave past_key_values out"):
+    with pytest.raises(UsageError, match=r"no gradient passes.*Leave past_key_values out"):
         out.sum().backward()
     twin = copy.deepcopy(cache)
     assert twin.next_positions == [12]
@@ -155,6 +155,6 @@ def test_positions_of_several_axes_are_taken_where_they_agree(attached_model: Mo
     assert torch.equal(decoder(ids, position_ids=axes, past_key_values=cache).last_hidden_state, expected)
     picture = (axes + 11).clone()
     picture[2, 0, 5:8] += 3
-    with pytest.raises(UsageError, match=r"differ between their axes.*read text alone"):
+    with pytest.raises(UsageError, match=r"differ between their axes.*Read text alone"):
         decoder(ids, position_ids=picture, past_key_values=cache)
     assert cache.next_positions == [11]

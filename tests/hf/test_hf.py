@@ -151,7 +151,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"position_ids": torch.tensor([[10, 11, 13, 14, 15]])}, r"position_ids\[0, 2\] is 13.*position 12"),
     ({"position_ids": torch.arange(15)[None]}, r"position_ids are \(1, 15\), expected \(1, 5\)"),
     ({"attention_mask": torch.ones(1, 1, 5, 15, dtype=torch.bool)}, "two-dimensional"),
-    ({"attention_mask": torch.ones(1, 9, dtype=torch.long)}, "covers 9 columns; expected 15, the 10 seen and 5 new"),
+    ({"attention_mask": torch.ones(1, 9, dtype=torch.long)}, "covers 9 columns. Expected 15, the 10 seen and 5 new"),
     ({"output_attentions": True}, "output_attentions is not available"),
 ]
 

@@ -166,7 +166,7 @@ def test_bytes_do_not_grow_with_the_text(family: str, text: Text) -> None:
 
 def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_facts, "__version__", "5.21.1")
-    with pytest.raises(windlass.UnsupportedModel, match=r"transformers 5\.22 or newer; this is 5\.21\.1"):
+    with pytest.raises(windlass.UnsupportedModel, match=r"transformers 5\.22 or newer. This is 5\.21\.1"):
         windlass.attach(tiny_hybrid("lfm2"))
 
 

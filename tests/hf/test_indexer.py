@@ -99,7 +99,7 @@ def test_what_no_eviction_can_serve_is_refused_by_name(name: str, types: list[st
 def test_a_window_that_depends_on_the_first_pass_is_refused_by_name() -> None:
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model("unlimited_ocr"))
-    with pytest.raises(UnsupportedModel, match="keeps whatever came in the first pass of a text"):
+    with pytest.raises(UnsupportedModel, match="keeps the tokens of the first pass of a text"):
         windlass.attach(model)
 
 

@@ -193,7 +193,7 @@ def test_the_option_leaves_all_layers_to_pytorch(rows: list[int]) -> None:
     read(model, KVCache(model), tokens(9), 4)
     assert not rows
     assert windlass.attach(model, own_linear=False) is model
-    with pytest.raises(UsageError, match=r"own_linear=True, but the model is attached with False; detach it first"):
+    with pytest.raises(UsageError, match=r"own_linear=True, but the model is attached with False. Detach it first"):
         windlass.attach(model)
     windlass.detach(model)
     windlass.attach(model)
@@ -244,7 +244,7 @@ def test_codes_of_torchao_are_read_where_they_are(
             own: Any = module.weight
             if weights == "int8":
                 worth = own.qdata.double() * own.scale.double()
-            else:  # tests/kernels/test_linear.py compares this with what PyTorch packs
+            else:  # tests/kernels/test_linear.py compares this with PyTorch's packed weights
                 block = PACKED_BLOCKS[torch.backends.cpu.get_cpu_capability()]
                 worth = GroupCodes(own.qdata, own.scale_and_zero, own.block_size[1], block, len(own.qdata)).floats(
                     torch.float64

@@ -54,7 +54,7 @@ def test_offloaded_weights(
     torch.testing.assert_close(*found, atol=1e-5, rtol=0)
     prompts = [prefill(one, KVCache(one), ids.tolist()) for one in (model, attached_model("llama"))]
     torch.testing.assert_close(*prompts, atol=1e-5, rtol=0)
-    with pytest.raises(UsageError, match="offloaded; the fingerprint needs all weights"):
+    with pytest.raises(UsageError, match=r"offloaded\. The fingerprint needs all weights"):
         KVCache(model).save(tmp_path / "file")
 
 
@@ -69,7 +69,7 @@ def test_prefix_tuning_is_refused() -> None:
     model = windlass.attach(tiny_model("llama"))
     cache = KVCache(model)
     with pytest.raises(UsageError, match="PEFT's prefix tuning replaces the cache"):
-        _ = cache.max_cache_len  # what PEFT asks a cache that is not transformers' own
+        _ = cache.max_cache_len  # PEFT reads it from a cache that is not transformers' own
     for name in ("PREFIX_TUNING", "CARTRIDGE"):
         vars(model)["active_peft_config"] = SimpleNamespace(peft_type=name)
         with pytest.raises(UsageError, match="PEFT's prefix tuning replaces the cache"):

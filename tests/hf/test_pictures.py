@@ -196,7 +196,7 @@ def test_types_of_the_new_tokens_alone_are_refused(family: str, attached_model, 
     model, ids, types = attached_model(family), text(TOKENS) % (VOCABULARY - 1), types_at(STARTS)
     cache, name = KVCache(model), KINDS[family]
     model(ids[:, :17], past_key_values=cache, **{name: types[:, :17]})
-    with pytest.raises(UsageError, match=f"^{name} covers 20 columns; expected 37, the 17 seen and 20 new"):
+    with pytest.raises(UsageError, match=f"^{name} covers 20 columns. Expected 37, the 17 seen and 20 new"):
         model(ids[:, 17:], past_key_values=cache, **{name: types[:, 17:]})
     assert cache.columns_seen == 17
 

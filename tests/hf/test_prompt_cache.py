@@ -211,7 +211,7 @@ def test_the_window_follows_the_budget_after_a_load_too(
     for each in (cache, loaded):
         each.compress(16)
     assert loaded.limits == cache.limits
-    assert cache.limits.window == (3 if given is None else 9)  # a quarter of what 4 sinks leave of 16
+    assert cache.limits.window == (3 if given is None else 9)  # a quarter of the 12 slots that 4 sinks leave
     expected, got = (write(model, each, logits, 5) for each in (cache, loaded))
     assert torch.equal(got, expected)
 

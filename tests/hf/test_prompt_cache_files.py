@@ -59,7 +59,7 @@ def test_another_policy_is_refused(saved: Path, model: PreTrainedModel) -> None:
 
 
 def test_an_unattached_model_at_load(saved: Path) -> None:
-    with pytest.raises(UsageError, match=r"call windlass.attach\(model\) first"):
+    with pytest.raises(UsageError, match=r"Call windlass.attach\(model\) first"):
         KVCache.load(saved, tiny_model("llama"))
 
 
@@ -98,7 +98,7 @@ def assert_clear(error: PromptCacheError, path: Path) -> None:
     message = str(error)
     assert message.startswith(str(path))
     assert "\n" not in message
-    assert ";" in message
+    assert ". " in message
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -156,11 +156,11 @@ def test_a_file_of_another_format_is_refused_by_its_version_alone(
     with safe_open(saved, "pt") as file:
         metadata = file.metadata()
     save_file({"of_another_kind": torch.ones(3)}, path, {**metadata, "contents": "x", "version": str(version)})
-    way_out = "upgrade windlass or make it again" if version > VERSION else "make it again"
+    way_out = "Upgrade windlass. Otherwise: Make it again" if version > VERSION else "Make it again"
     with pytest.raises(PromptCacheError) as caught:
         KVCache.load(path, model)
     assert str(caught.value).startswith(
-        f"{path} has format version {version}, and this windlass reads {VERSION} alone; {way_out} (`windlass cache "
+        f"{path} has format version {version}, and this windlass reads {VERSION} alone. {way_out} (`windlass cache "
     )
     assert_clear(caught.value, path)
 
@@ -181,7 +181,7 @@ def test_a_write_that_fails_halfway(
         raise failure
 
     monkeypatch.setattr(prompt_cache, "save_file", half)
-    cache.drop(3, 5)  # what is saved now is something else
+    cache.drop(3, 5)  # the saved cache now differs
     wanted = PromptCacheError if isinstance(failure, OSError) else KeyboardInterrupt
     with pytest.raises(wanted) as caught:
         cache.save(path)
@@ -196,7 +196,7 @@ def test_a_disk_without_room(saved: Path, model: PreTrainedModel, tmp_path: Path
     path = tmp_path / "cache"
     path.write_bytes(saved.read_bytes())
     cache = KVCache.load(saved, model)
-    with most_bytes_in_a_file(1000), pytest.raises(PromptCacheError, match="older file there is unchanged") as caught:
+    with most_bytes_in_a_file(1000), pytest.raises(PromptCacheError, match="older file is unchanged") as caught:
         cache.save(path)
     assert_clear(caught.value, path)
     assert path.read_bytes() == saved.read_bytes()

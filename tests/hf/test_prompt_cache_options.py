@@ -35,7 +35,7 @@ OPTIONS: dict[str, list[Any]] = {
     "budget": [20, 13, None],
     "rows": [(33,), (40, 2), (26, 0), (9, 31, 0), (0, 0)],
     "rollback": [0, 16],
-    "edit": [],  # those of `EDITS`, which stand below
+    "edit": [],  # names of `EDITS` below
 }
 Case = dict[str, Any]
 
@@ -142,7 +142,7 @@ def _rollback_after_edit(made: Made, cache: KVCache, logits: Tensor) -> None:
     cache.rollback([1, 2, 2][: cache.batch_size])
 
 
-Edit = Callable[[KVCache, Callable[[], KVCache]], object]  # of a cache; the other makes one of another text
+Edit = Callable[[KVCache, Callable[[], KVCache]], object]  # of a cache. The function makes one of another text
 SIMPLE: dict[str, Edit] = {
     "drop": lambda cache, _: cache.drop(5, 9, row=0),
     "keep": lambda cache, _: cache.keep(3, 20),
@@ -185,7 +185,7 @@ def test_what_save_writes_load_takes(case: Case, attached_model: Models, tmp_pat
     made = Made(attached_model(case["family"]), case, tmp_path)
     cache = made.cache(len(case["rows"]))
     logits = made.write(cache, made.read(cache, case["rows"]), 4)[-1]
-    with suppress(UsageError):  # an edit that this text cannot have; it then changes nothing
+    with suppress(UsageError):  # a refused edit changes nothing
         if case["edit"] in WRITING:
             WRITING[case["edit"]](made, cache, logits)
         else:

@@ -23,7 +23,7 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-# Ministral 3 scales queries from its trained length on, here from 16; Beam from the first position on, and Llama 4
+# Ministral 3 scales queries from its trained length on, here from 16. Beam does from the first position on, Llama 4
 # every few tokens, in the layers without RoPE.
 OPTIONS: dict[str, dict[str, Any]] = {
     "ministral3": {
@@ -58,7 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sliding_window": 11,
     },
 }
-LENGTHS, AFTER = (45, 29), 9  # tokens of each row, and those of them that follow the prompt
+LENGTHS, AFTER = (45, 29), 9  # tokens of each row, and the number of them after the prompt
 
 
 @pytest.fixture(scope="module", params=list(OPTIONS))
@@ -87,7 +87,7 @@ def test_rows_of_different_lengths(scaled: PreTrainedModel, chunk: int, dtype: t
     nn.Module.to(model, dtype)
     own_errors = (alone(model, rows) - expected).norm(dim=(1, 2))
     cache = KVCache(windlass.attach(model), batch=2, chunk=chunk)
-    # A prompt's columns are its positions. What follows comes in the same columns in both rows.
+    # A prompt's columns are its positions. Later tokens come in the same columns in both rows.
     windlass.prefill(model, cache, [row[0, :-AFTER].tolist() for row in rows])
     with torch.no_grad():
         ours = model(torch.cat([row[:, -AFTER:] for row in rows]), past_key_values=cache).logits

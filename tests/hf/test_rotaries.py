@@ -135,7 +135,7 @@ NEAR, FAR = 0.4, 2.1
 @pytest.mark.parametrize("order", [(SLIDING, FULL), (FULL, SLIDING)])
 def test_the_closest_table_is_taken(order: tuple[str, str], other: Table, dtype: torch.dtype) -> None:
     tables = {FULL: Table(NEAR, FAR), SLIDING: other}
-    # What the config says of the layer does not matter where the keys tell.
+    # The config's entry for the layer does not matter if the keys decide.
     assert chosen({kind: tables[kind] for kind in order}, tables[FULL], [SLIDING], dtype) == FULL
 
 

@@ -42,17 +42,17 @@ def test_a_text_that_does_not_go_on_is_refused(options: dict[str, Any], attached
     first = model.generate(ids, past_key_values=cache, **RUN)
     seen = cache.columns_seen
     assert seen == 17, "all but the last token, which is chosen and not fed"
-    short = "generate was given a text of {} tokens, and this cache has read 17 before; " + WAY_OUT
+    short = "generate was given a text of {} tokens, and this cache has read 17 before. " + WAY_OUT
     refused(model, cache, short.format(5), text(5, seed=1))
     refused(model, cache, short.format(5), input_ids=text(5, seed=1), attention_mask=torch.ones(1, 5, dtype=torch.long))
     refused(model, cache, short.format(17), first[:, :17])
     refused(model, cache, short.format(5), inputs_embeds=model.get_input_embeddings()(text(5, seed=1)))
     other = torch.cat((first, text(4, seed=3)), 1)
     other[0, 13] = (other[0, 13] + 1) % 97
-    says = f"token 13 of row 0 is {int(other[0, 13])}, and was {int(first[0, 13])}; {WAY_OUT}"
+    says = f"token 13 of row 0 is {int(other[0, 13])}, and was {int(first[0, 13])}. {WAY_OUT}"
     refused(model, cache, says, other)
     refused(model, cache, says, inputs=other)
-    # What goes on, goes on.
+    # A text that continues the old one is read.
     longer = torch.cat((first, text(4, seed=3)), 1)
     again = model.generate(longer, past_key_values=cache, **RUN)
     assert again[:, :22].tolist() == longer.tolist()
@@ -113,7 +113,7 @@ def test_only_what_is_new_may_be_fed(attached_model: Models, text: Text) -> None
     mask = torch.ones(1, 20, dtype=torch.long)
     written = model.generate(ids[:, 13:], attention_mask=mask, past_key_values=cache, **RUN)
     assert written[0, 7:].tolist() == model.generate(ids, **RUN)[0, 20:].tolist()
-    with pytest.raises(UsageError, match="the model was called with no tokens; pass those that are new"):
+    with pytest.raises(UsageError, match=r"the model was called with no tokens\. Pass the new tokens"):
         model(ids[:, :0], past_key_values=cache)
 
 

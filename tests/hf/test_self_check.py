@@ -81,7 +81,7 @@ def faulty(fault: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 FAULTS = [
     ("two writes", "writes keys and values of layer 1 to the cache more than once in a pass"),
     ("two calls", "calls attention more than once in layer 1"),
-    ("other number", "writes the keys of layer 1 to the cache as those of layer 3"),
+    ("other number", "writes the keys of layer 1 to the cache as keys of layer 3"),
     ("no write", r"has layers without attention keys and values of their own: \[1\]"),
     ("changes keys", "changes keys or values in layer 1 between the cache and attention"),
     ("changes values", "changes keys or values in layer 1 between the cache and attention"),

@@ -64,7 +64,9 @@ def test_keys_that_become_others_later_are_refused_then(text: Text) -> None:
     read(model, cache, text(30), 30)
     before = held(cache)
     planted(model, "other keys")
-    with pytest.raises(UsageError, match="layer 7 attends to other keys than those of layer 2, as it did at attach"):
+    with pytest.raises(
+        UsageError, match="layer 7 attends to other keys than at attach, when it read the keys of layer 2"
+    ):
         read(model, cache, text(3), 3)
     assert_same(held(cache), before)
 

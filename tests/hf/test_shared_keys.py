@@ -89,7 +89,7 @@ def test_all_layers_see_what_the_one_that_wrote_holds(
         seen[:, :, :, at, at] = True
         logits.append(read(model, cache, ids[:, at : at + 1], 1))
     kinds = attached(model).kinds
-    for place in (0, 1, 3):  # what the window hides, and what is evicted only by the next token
+    for place in (0, 1, 3):  # hidden by the window, and evicted only by the next token
         seen[place] &= torch.ones(TOKENS, TOKENS).triu(1 - SLIDING_WINDOW).bool()
     assert any(not seen[2, 0, 0].equal(seen[2, 0, head]) for head in range(heads))  # each kv head its own
 

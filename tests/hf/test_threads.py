@@ -165,7 +165,7 @@ def test_another_thread_is_refused_while_a_pass_with_a_cache_runs(is_with_cache:
         thread(lambda: read(model, cache, ids, 23)) as found,
     ):
         assert arrived.wait(SECONDS)
-        with pytest.raises(UsageError, match="give each thread a model of its own"):
+        with pytest.raises(UsageError, match="Give each thread a model of its own"):
             read(model, short, text(7), 7) if is_with_cache else logits_of(model, text(7))
         go_on.set()
     assert isinstance(found[0], Tensor), found
@@ -189,7 +189,7 @@ def test_a_plain_pass_that_began_before_one_with_a_cache_is_right_or_raises(text
                 arrived.wait(0.001)
             go_on_too.set()
     assert isinstance(found[0], UsageError)
-    assert "give each thread a model of its own" in str(found[0])
+    assert "Give each thread a model of its own" in str(found[0])
     assert isinstance(ours[0], Tensor)
 
 

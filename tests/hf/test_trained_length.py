@@ -21,10 +21,10 @@ def config(kind: str, longest: int, **parameters: object) -> PreTrainedConfig:
     ("given", "trained"),
     [
         (config("llama", 2048), 2048),
-        # As transformers asks, the length stays what it was; see also `KEEPS_LENGTH`.
+        # As transformers asks, the length does not change. See also `KEEPS_LENGTH`.
         (config("llama", 4096, rope_type="linear", factor=4.0), 16384),
         (config("llama", 4096, rope_type="dynamic", factor=2.0), 8192),
-        # Qwen 2.5 says of itself what it was before YaRN, DeepSeek what it is afterwards.
+        # Qwen 2.5 gives its length before YaRN, DeepSeek its length afterwards.
         (config("llama", 32768, rope_type="yarn", factor=4.0, original_max_position_embeddings=32768), 131072),
         (config("llama", 163840, rope_type="yarn", factor=40.0, original_max_position_embeddings=4096), 163840),
         (

@@ -82,7 +82,7 @@ def test_layers_that_no_group_divides_stay_and_are_told() -> None:
     ]
     assert len(kept) == 3
     assert kept[-1] == "lm_head"
-    with pytest.warns(WindlassWarning, match="int4 wants inputs that 32 divides"):
+    with pytest.warns(WindlassWarning, match="For int4, 32 must divide the inputs"):
         quantize(made(mlp=80), "int4")
     with pytest.raises(UsageError, match="no layer of this LlamaForCausalLM can have them"):
         quantize(made(hidden=54, mlp=18, vocabulary=9), "int4")
@@ -120,7 +120,7 @@ def test_a_quantised_model_is_told_apart_and_its_bytes_are_those_it_holds() -> N
         "int8": 96 * 192 + 96 * 4 + 96,  # codes, scales, and torchao's zero points of zero
         "int4": 96 * 192 // 2 + 96 * (192 // 64) * 2 * 4,  # codes, scales and zero points
     }
-    # A head of codes is read beside the embedding; a shared one is the embedding.
+    # A head of codes is read beside the embedding. A shared one is the embedding.
     embedding = models["auto"].model.embed_tokens.weight.nbytes
     everything = sum(map(stored_bytes, models["int8"].parameters()))
     assert weight_bytes(models["int8"]) == everything - embedding
@@ -143,11 +143,11 @@ def test_a_prompt_cache_is_read_by_the_weights_that_made_it(tmp_path: Path) -> N
 
 
 def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="weights 'int2' are unknown; use one of: auto, int8, int4"):
+    with pytest.raises(UsageError, match=r"weights 'int2' are unknown\. Use one of: auto, int8, int4"):
         windlass.load(FOLDER, weights="int2")
     model = made()
     model.config.quantization_config = {"quant_method": "mxfp4"}
-    with pytest.raises(UsageError, match="quantised already; leave them out"):
+    with pytest.raises(UsageError, match=r"quantised already\. Leave them out"):
         quantize(model, "int8")
     monkeypatch.setattr(names, "find_spec", lambda name: None)  # noqa: ARG005
     with pytest.raises(UsageError, match=r"'int8' need torchao, .* pip install 'windlass\[weights\]'"):

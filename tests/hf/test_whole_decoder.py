@@ -203,7 +203,7 @@ def test_python_calls_of_a_token_do_not_grow_with_the_layers() -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 4}
     for options in ({}, {"budget": 24}, {"budget": 24, "policy": "h2o"}, {"budget": 32, "recall": 16}, {"batch": 3}):
         counts = []
-        for layers in (2, 2, 12):  # the first one warms what looks types up
+        for layers in (2, 2, 12):  # the first one fills the caches of types
             config = LlamaConfig(num_hidden_layers=layers, num_key_value_heads=2, **sizes)
             model = windlass.attach(LlamaForCausalLM(config).eval())
             cache, called = KVCache(model, **options), 0

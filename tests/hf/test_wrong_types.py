@@ -15,11 +15,11 @@ import windlass as typed
 from tests.helpers.models import MODEL, Models, Text, read
 from windlass import UsageError
 
-windlass: Any = typed  # so that no type checker refuses what is tested here
+windlass: Any = typed  # so that no type checker refuses these tests
 KVCache, CacheOptions, Sampling = windlass.KVCache, windlass.CacheOptions, windlass.Sampling
 SelfExtend, Int8 = windlass.positions.SelfExtend, windlass.stores.Int8
 MOST = 2**30
-NO_MODEL = "windlass.load(folder) gives a model and its tokenizer"
+NO_MODEL = "Load a model and its tokenizer with windlass.load(folder)"
 
 
 @dataclass
@@ -46,18 +46,18 @@ def whole(name: str, got: str, least: int = 1, otherwise: str = "") -> str:
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"budget": "a"}, whole("budget", "'a'", otherwise=", or None")),
-    ({"budget": 64.0}, whole("budget", "64.0; write 64", otherwise=", or None")),
+    ({"budget": 64.0}, whole("budget", "64.0. Write 64", otherwise=", or None")),
     ({"budget": True}, whole("budget", "True", otherwise=", or None")),
     ({"window": "a"}, whole("window", "'a'", otherwise=", or None")),
     ({"sinks": None}, whole("sinks", "None", 0)),
     ({"chunk": 2.5}, whole("chunk", "2.5")),
     ({"batch": [1]}, whole("batch", "[1]")),
     ({"rollback": "x"}, whole("rollback", "'x'", 0)),
-    ({"positions": 3}, 'positions must be a position mode or its name, got 3; write positions="compact" or '),
-    ({"positions": SelfExtend}, "positions must be a position mode or its name, got the class SelfExtend; write"),
-    ({"store": 8}, 'store must be a store or its name, got 8; write store="int8" or windlass.stores.Int8()'),
-    ({"store": Int8}, "store must be a store or its name, got the class Int8; write"),
-    ({"merge": 1}, 'merge must be a rule, its name or None, got 1; write merge="mean_count"'),
+    ({"positions": 3}, 'positions must be a position mode or its name, got 3. Write positions="compact" or '),
+    ({"positions": SelfExtend}, "positions must be a position mode or its name, got the class SelfExtend. Write"),
+    ({"store": 8}, 'store must be a store or its name, got 8. Write store="int8" or windlass.stores.Int8()'),
+    ({"store": Int8}, "store must be a store or its name, got the class Int8. Write"),
+    ({"merge": 1}, 'merge must be a rule, its name or None, got 1. Write merge="mean_count"'),
 ]
 
 
@@ -83,13 +83,13 @@ def test_numbers_of_numpy_are_numbers(attached_model: Models, tmp_path: Path) ->
 CALLS: dict[str, tuple[Callable[[Setup], object], str]] = {
     "KVCache(folder)": (
         lambda _: KVCache("folder"),
-        f"model must be a model of transformers, got 'folder'; {NO_MODEL}",
+        f"model must be a model of transformers, got 'folder'. {NO_MODEL}",
     ),
     "KVCache(tokenizer)": (lambda s: KVCache(s.tokenizer), "model must be a model of transformers, got a Tokenizers"),
     "from_options": (lambda s: KVCache.from_options(s.model, {"budget": 9}), "options must be CacheOptions, got {'bud"),
     "attach(name)": (
         lambda _: windlass.attach("name"),
-        f"model must be a model of transformers, got 'name'; {NO_MODEL}",
+        f"model must be a model of transformers, got 'name'. {NO_MODEL}",
     ),
     "attach(module)": (
         lambda _: windlass.attach(torch.nn.Linear(2, 3)),
@@ -108,7 +108,7 @@ CALLS: dict[str, tuple[Callable[[Setup], object], str]] = {
     "Sampling(a)": (lambda _: Sampling("a"), "temperature must be a number, got 'a'"),
     "Sampling(top_k)": (
         lambda _: Sampling(top_k=2.0),
-        f"top_k must be a whole number from 0 to {2**62}, got 2.0; write 2",
+        f"top_k must be a whole number from 0 to {2**62}, got 2.0. Write 2",
     ),
     "Sampling(seed)": (lambda _: Sampling(seed=None), f"seed must be a whole number from 0 to {2**62 - 1}, got None"),
     "prefill(swapped)": (
@@ -117,7 +117,7 @@ CALLS: dict[str, tuple[Callable[[Setup], object], str]] = {
     ),
     "prefill(text)": (
         lambda s: windlass.prefill(s.model, s.cache, ["ab", [1]]),
-        "the prompt of row 0 must be a list of token ids, got 'ab'; tokenizer(text)",
+        "the prompt of row 0 must be a list of token ids, got 'ab'. Use tokenizer(text)",
     ),
     "prefill(str)": (
         lambda s: windlass.prefill(s.model, s.cache, "ab"),
@@ -125,11 +125,11 @@ CALLS: dict[str, tuple[Callable[[Setup], object], str]] = {
     ),
     "prefill(float)": (
         lambda s: windlass.prefill(s.model, s.cache, [[1], [2, 3.0]]),
-        "the prompt of row 1 must be a list of token ids, and has 3.0; tok",
+        "the prompt of row 1 must be a list of token ids, and has 3.0. Use tok",
     ),
     "prefill(flat)": (
         lambda s: windlass.prefill(s.model, s.cache, [1, 2]),
-        "the prompt of row 0 must be a list of token ids, got 1; tok",
+        "the prompt of row 0 must be a list of token ids, got 1. Use tok",
     ),
     "progress": (
         lambda s: windlass.prefill(s.model, s.cache, [[1], [2]], True),
@@ -141,11 +141,11 @@ CALLS: dict[str, tuple[Callable[[Setup], object], str]] = {
     ),
     "stream(cache)": (
         lambda s: windlass.stream(s.model, s.tokenizer, "a", None),
-        "cache must be a KVCache, got None; make one with windlass.KVCache(model)",
+        "cache must be a KVCache, got None. Make one with windlass.KVCache(model)",
     ),
     "generate(tokenizer)": (
         lambda s: windlass.generate(s.model, "t", ["a", "b"], s.cache),
-        "tokenizer must be the model's tokenizer, got 't'; it comes after the model",
+        "tokenizer must be the model's tokenizer, got 't'. Pass it after the model",
     ),
     "generate(swapped)": (
         lambda s: windlass.generate(s.tokenizer, s.model, ["a"]),
@@ -157,11 +157,11 @@ CALLS: dict[str, tuple[Callable[[Setup], object], str]] = {
     ),
     "generate(ids)": (
         lambda s: windlass.generate(s.model, s.tokenizer, ["a", [1]], s.cache),
-        "the prompt of row 1 must be a text, got [1]; windlass.prefill reads token ids",
+        "the prompt of row 1 must be a text, got [1]. For token ids use windlass.prefill",
     ),
     "generate(sampling)": (
         lambda s: windlass.generate(s.model, s.tokenizer, ["a", "b"], s.cache, sampling={"top_k": 3}),
-        "sampling must be a windlass.Sampling, got {'top_k': 3}; write Sampling(temperature=0.7)",
+        "sampling must be a windlass.Sampling, got {'top_k': 3}. Write Sampling(temperature=0.7)",
     ),
     "generate(max_tokens)": (
         lambda s: windlass.generate(s.model, s.tokenizer, ["a", "b"], s.cache, "x"),
@@ -169,22 +169,22 @@ CALLS: dict[str, tuple[Callable[[Setup], object], str]] = {
     ),
     "generate(cache)": (
         lambda s: windlass.generate(s.model, s.tokenizer, ["a"], cache=64),
-        "cache must be a KVCache, got 64; make one with",
+        "cache must be a KVCache, got 64. Make one with",
     ),
     "rollback(str)": (lambda s: s.cache.rollback("2"), whole("rollback's tokens", "'2'", 0)),
-    "rollback(float)": (lambda s: s.cache.rollback([1, 2.0]), whole("rollback's tokens", "2.0; write 2", 0)),
+    "rollback(float)": (lambda s: s.cache.rollback([1, 2.0]), whole("rollback's tokens", "2.0. Write 2", 0)),
     "rollback(rows)": (lambda s: s.cache.rollback([1]), "rollback takes one number, or one for each of 2 rows, got 1"),
     "rollback(bool)": (lambda s: s.cache.rollback(True), whole("rollback's tokens", "True", 0)),
     "drop": (lambda s: s.cache.drop("1", 3), whole("start", "'1'", 0)),
     "keep": (lambda s: s.cache.keep(1, None), whole("end", "None", 0)),
     "drop(row)": (lambda s: s.cache.drop(1, 3, row="0"), whole("row", "'0'", -MOST)),
-    "shift": (lambda s: s.cache.shift(1, 3, 1.0), whole("by", "1.0; write 1", -MOST)),
+    "shift": (lambda s: s.cache.shift(1, 3, 1.0), whole("by", "1.0. Write 1", -MOST)),
     "divide": (lambda s: s.cache.divide(1, 3, "2"), whole("by", "'2'")),
     "copy": (lambda s: s.cache.copy(0, "1"), whole("target", "'1'", -MOST)),
     "splice": (lambda s: s.cache.splice("other"), "other must be a KVCache, got 'other'"),
     "select_rows": (
         lambda s: s.cache.select_rows([1, 0]),
-        "rows must be a tensor of row numbers, got [1, 0]; write torch.tensor([1, 0])",
+        "rows must be a tensor of row numbers, got [1, 0]. Write torch.tensor([1, 0])",
     ),
     "select_rows(row)": (lambda s: s.cache.select_rows(torch.tensor([0, 2])), "row 2 is not one of the cache's 2 rows"),
     "compress": (lambda s: s.cache.compress(None), whole("budget", "None")),

@@ -25,7 +25,7 @@ SETTINGS = [
     ("int8", Rounding.ONE_MORE, Activation.SILU, False),
     ("int4 in 64", Rounding.NARROW, Activation.GELU_TANH, True),
 ]
-# Width, head_dim, heads, kv_heads, inner: those of 4 bits are rounded up to whole blocks and groups.
+# Width, head_dim, heads, kv_heads, inner: sizes for 4 bits are rounded up to whole blocks and groups.
 SIZES = [(70, 10, 7, 1, 117), (128, 64, 2, 1, 192)]
 
 

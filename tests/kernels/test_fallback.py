@@ -91,7 +91,7 @@ def test_an_unknown_instruction_set_is_refused_before_anything_is_written(
     cache = windlass.KVCache(model)
     monkeypatch.setenv("WINDLASS_CPU", "avx9000")
     known = ", ".join((*cpu.instruction_sets(), "none"))
-    with pytest.raises(UsageError, match=rf"WINDLASS_CPU='avx9000' is not .* use one of: {known}$"), torch.no_grad():
+    with pytest.raises(UsageError, match=rf"WINDLASS_CPU='avx9000' is not .* Use one of: {known}$"), torch.no_grad():
         model(text(5), past_key_values=cache)
     assert cache.tokens_seen == [0]
 

@@ -163,7 +163,7 @@ def test_attend_equals_loops(
 
 def test_a_query_that_sees_nothing_gives_zeros_not_nan() -> None:
     step = make(3)
-    step["values"][0, 0, 4] = torch.inf  # a free slot may hold anything finite; even so it is not read
+    step["values"][0, 0, 4] = torch.inf  # a free slot may hold any finite number, and even infinity is not read
     step["values"][0, 0, 4] = 1e30
     out, _ = attend(AttentionInput(**held(step), rotary_index=None, tables=None, scale=1.0, visibility=Visibility()))
     assert out[1, :, -1].eq(0).all()

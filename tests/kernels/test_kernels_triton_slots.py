@@ -66,7 +66,7 @@ FALLING = -torch.arange(33.0).expand(BATCH, 1, 33), torch.arange(33).int().expan
 @given(scored_slots(), LIMITS, st.integers(0, 10**6))
 @example(TIES, (2, 3, None, None), 8)
 @example(TIES, (2, 3, None, 6), 19)
-@example(FALLING, (0, 0, 9, None), 25)  # just what no later token sees
+@example(FALLING, (0, 0, 9, None), 25)  # exactly the tokens that no later token sees
 @of_examples
 def test_evict_reserves_the_first_of_the_total_order(
     on: torch.device, step: Step, limits: tuple[int, int, int | None, int | None], count: int
@@ -168,7 +168,7 @@ def test_codes_and_scales_are_those_of_the_reference_bit_for_bit(
 ) -> None:
     states = (torch.randn(BATCH, 7, 3, 10) * torch.logspace(-9, 4, 7)[:, None, None]).to(on, dtype).transpose(1, 2)
     states[0, 0, 0] = 0.0
-    # Codes between two whole numbers, under scales that are no powers of two; and two extremes.
+    # Codes between two whole numbers, under scales that are no powers of two, and two extremes.
     least = -(2 ** (bits - 1))
     between = torch.cat((torch.full((3, 7, 1), least), torch.randint(least, -least - 1, (3, 7, 9)) + 0.5), -1)
     states[1] = (between * torch.rand(3, 7, 1).half().float()).to(states)

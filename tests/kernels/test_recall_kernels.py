@@ -101,7 +101,7 @@ def test_the_reference_by_hand() -> None:
     positions[0, 31] = -1
     queries = torch.tensor([[[[1.0, 3.0], [5.0, 5.0]], [[-1.0, 0.0], [0.0, 0.0]]]])
     pieces = (TiledKeys(tiles_of(keys), PackedStates(keys[:, :, :0])),)
-    # Without token 5, which is kept: the pages' peaks are 5, 4, 0, 0 for query 0 of head 0, and 0, 0, 0, 1 for head 1.
+    # Without the kept token 5: the pages' peaks are 5, 4, 0, 0 for query 0 of head 0, and 0, 0, 0, 1 for head 1.
     is_query = torch.tensor([[True, False]])
     best = reference.best_pages(PageInput(queries, is_query, pieces, positions, kept, 3))
     assert best.pages.tolist() == [[[0, 3, 1]]]

@@ -30,7 +30,7 @@ from windlass.kernels.cpu import slots
 from windlass.kernels.cpu.decode import Decode
 
 BATCH, KV_HEADS, GROUP, SLOTS, HELD, HEAD_DIM, VALUE_DIM, PAIRS = 2, 3, 5, 71, 19, 36, 20, 7
-LENGTHS = (141, 118)  # tokens of the rows; the second row's next one is padding
+LENGTHS = (141, 118)  # tokens of the rows. The second row's next one is padding
 PIECES = (96, 64)  # tokens that the pieces have room for
 DIGESTS = (32, 32)  # pages
 PAGES = 4
@@ -152,7 +152,7 @@ def test_a_step_equals_the_reference(
     assert recalled.equal(truth.fixed.recall.last_recalled)
     assert is_recalling == bool((recalled >= 0).any())
     assert is_recalling or bool((recalled == -77).all()), "left as it was"
-    kept = float(done.mass.rows[0].sum()) / (KV_HEADS * GROUP)  # the rest went to what is recalled
+    kept = float(done.mass.rows[0].sum()) / (KV_HEADS * GROUP)  # recalled tokens got the rest
     assert kept < 0.9 if is_recalling else kept > 0.99
 
 

@@ -72,7 +72,7 @@ def test_a_trim_is_whole_or_refused(attached_model: Models, text: Text) -> None:
     read(model, cache, ids[:, :10], 10)
     kept = [tensor[:3] if tensor.ndim == 1 else tensor[:, :3] for tensor in contents(cache)]
     cache.rollback(7)
-    with pytest.raises(UsageError, match="rollback of 4 tokens, but row 0 stands at position 3"):
+    with pytest.raises(UsageError, match="rollback of 4 tokens, but row 0 is at position 3"):
         cache.rollback(4)
     assert_holds(cache, kept)
     for most, is_refused in ((16, False), (0, True)):
@@ -87,7 +87,7 @@ def test_a_trim_is_whole_or_refused(attached_model: Models, text: Text) -> None:
         assert contents(ring)[0].tolist() == [0, 1, 7, 8, 9, 10]
         before = contents(ring)
         if is_refused:
-            with pytest.raises(UsageError, match="rollback of 4 tokens reaches past"):
+            with pytest.raises(UsageError, match="rollback of 4 tokens is more than"):
                 ring.rollback(4)
             assert_holds(ring, before)
         else:
@@ -102,7 +102,7 @@ def test_one_layer_that_cannot_trim_keeps_all(attached_model: Models, text: Text
     read(model, cache, text(30), 10)
     before = contents(cache)
     assert [before[0].tolist(), before[3].tolist()] == [list(range(19, 30)), list(range(30))]
-    with pytest.raises(UsageError, match="rollback of 11 tokens reaches past what layer 0"):
+    with pytest.raises(UsageError, match="rollback of 11 tokens is more than layer 0"):
         cache.rollback(11)
     assert cache.next_positions == [30]
     assert_holds(cache, before)

@@ -36,7 +36,7 @@ from windlass.testing import check_policy
         (50, 5, 11, 20, [88, 69, 50, 31, 12]),
         (50, 5, 11, 1, [50, 50, 50, 50, 50]),
         (50, 1, 11, 20, [50]),
-        # 5 beside 10: 1 at the top, 9 at the bottom, 8/3 fewer at each layer: 9, 6.33, 3.67, 1; the one left goes down.
+        # 5 beside 10: 1 at the top, 9 at the bottom, 8/3 fewer at each layer: 9, 6.33, 3.67, 1. The one left goes down.
         (15, 4, 11, 20, [20, 16, 13, 11]),
         (11, 3, 11, 20, [11, 11, 11]),
     ],

@@ -22,7 +22,7 @@ def test_without_a_budget_heads_share_their_positions() -> None:
 
 
 def test_another_word_is_refused_with_the_way_out() -> None:
-    with pytest.raises(PolicyError, match="policy 'best' is unknown; the names are recent"):
+    with pytest.raises(PolicyError, match=r"policy 'best' is unknown\. The names are recent"):
         CacheOptions(20, "best")
 
 

@@ -19,7 +19,7 @@ from windlass.engine import generate
 from windlass.policies import FROM_FILES, NAMES, WRAPPERS, KeyNorm, LagKV, LinearScorer, Pairs, Policy, Recent
 from windlass.testing import VOCABULARY
 
-TOKENS = 269  # more than TriAttention once observed of a step; no chunk but of 1 ends there
+TOKENS = 269  # more than TriAttention once observed of a step. Only chunks of 1 end there
 CHUNKS = (1, 3, 8, 64)
 DEPEND = ("snapkv", "r_kv", "compactor")  # before any eviction
 BY_STEP = ("tova", "smoothed")  # by the steps that evict

@@ -53,7 +53,7 @@ def decided(seed: int, policy: DMC) -> tuple[Tensor, Tensor, Tensor]:
         starts = [0, TOKENS - 1, *(torch.randperm(TOKENS - 2, generator=g)[: RUNS - 2] + 1).tolist()]
         logits = torch.rand(TOKENS, generator=g) + 0.1
         logits[starts] *= -1
-        logits[0] *= -1 if seed % 2 else 1  # nothing stands before the first token, whatever it wants
+        logits[0] *= -1 if seed % 2 else 1  # no token stands before the first one, which cannot join
         keys[row, head, :, policy.channel] = logits - policy.bias
     return queries, keys, torch.randn(BATCH, KV_HEADS, TOKENS, VALUE_DIM, generator=g)
 

@@ -87,10 +87,10 @@ def test_a_wrapper_needs_what_is_inside_and_its_own() -> None:
     [
         (
             {"budgets": lambda *_: []},
-            r"Made.budgets is never used: Made is no Budgeter; derive the class",
+            r"Made.budgets is never used: Made is no Budgeter. Derive the class",
         ),
         ({"scoring_chunk": 4}, r"Made.scoring_chunk is never used: Made is no OneShot"),
-        ({"needs": ("mass",)}, r"Made.needs is \('mass',\); declare Needs, such as needs = Needs\(state="),
+        ({"needs": ("mass",)}, r"Made.needs is \('mass',\). Declare Needs, such as needs = Needs\(state="),
     ],
     ids=["budgets", "second pass", "needs"],
 )
@@ -169,7 +169,7 @@ def test_every_policy_is_named_and_public() -> None:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and "score" in {getattr(each, "name", "") for each in node.body}:
                 found.setdefault(path.stem, []).append(node.name)
-    del found["base"], found["calls"]  # made by nobody: what a policy is, and what sums one over processes
+    del found["base"], found["calls"]  # not policies themselves: the contract, and calls under tensor parallelism
     assert [kind.__name__ for kind in WRAPPERS.values()] == found.pop("wrappers")
     assert {name: [kind.__name__] for name, kind in (NAMES | FROM_FILES).items()} == found
     for name, kind in (NAMES | WRAPPERS | FROM_FILES).items():
@@ -180,7 +180,7 @@ def test_every_policy_is_named_and_public() -> None:
 def test_a_file_of_another_windlass_is_refused(tmp_path: Path) -> None:
     """`KVzip` had a field of another name once."""
     header = PolicyHeader(name="kvzip", fields={"repeat": 128}, label="KVzip(repeat=128)")
-    words = r"written by a windlass whose policy was KVzip\(repeat=128\); this one has KVzip\(scoring_chunk=128\)"
+    words = r"written by a windlass whose policy was KVzip\(repeat=128\). This one has KVzip\(scoring_chunk=128\)"
     with pytest.raises(PromptCacheError, match=words):
         header.made(tmp_path / "file")
 

@@ -261,13 +261,13 @@ def test_it_serves_layers_that_share_keys(attached_model: Models, text: Text, tm
 
 
 def test_another_model_is_refused(attached_model: Models, file: str, tmp_path: Path) -> None:
-    way = r"fit one to this model with `windlass calibrate --scorer`, in the same dtype \(torch.float32\)"
-    with pytest.raises(PolicyError, match=f"was fitted to a LlamaForCausalLM, this is a Qwen3ForCausalLM; {way}"):
+    way = r"Fit one to this model with `windlass calibrate --scorer`, in the same dtype \(torch.float32\)"
+    with pytest.raises(PolicyError, match=f"was fitted to a LlamaForCausalLM, this is a Qwen3ForCausalLM. {way}"):
         KVCache(attached_model("qwen3"), 20, Smoothed(LinearScorer(file)))
-    with pytest.raises(PolicyError, match=f"was fitted to another LlamaForCausalLM; {way}"):
+    with pytest.raises(PolicyError, match=f"was fitted to another LlamaForCausalLM. {way}"):
         KVCache(attached_model("llama_linear"), 20, LinearScorer(file))
     wrong = LinearScorer(scorer_of(tmp_path / "wrong", attached_model("llama"), heads=2))
-    words = "was fitted to 2 kv heads of 5 query heads and 8 channels in layer 0, and these are 3 of 5 and 8; fit one"
+    words = "was fitted to 2 kv heads of 5 query heads and 8 channels in layer 0, and these are 3 of 5 and 8. Fit one"
     with pytest.raises(PolicyError, match=words):
         read(attached_model("llama"), KVCache(attached_model("llama"), 20, wrong), torch.tensor([[1, 2]]), 2)
 

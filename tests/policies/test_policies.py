@@ -113,7 +113,7 @@ def read_step(policy: Policy, rule: Rule, heads: list[Head], q: Tensor, k: Tenso
         head.held += tokens
         head.keys.update({p: k[h, p] for p in tokens})
         queries = q[h * GROUP : (h + 1) * GROUP]
-        if isinstance(policy, Recency):  # masked to its window, so what it attends to says nothing
+        if isinstance(policy, Recency):  # masked to its window, so its attention is not comparable
             continue
         head.steps.append([head.attend(queries[:, p], p) for p in tokens])
         for seen in head.steps[-1]:

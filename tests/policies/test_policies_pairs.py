@@ -146,7 +146,7 @@ def test_slots_know_their_tokens_whatever_happens_to_them(attached_model: Models
     other[:, :3] = ids[:, 30:33]
     read(model, cache, other, 8)
     cache.rollback(5)  # a part of the step, which is taken again
-    assert_known(cache, ids)  # before the policy evicts what it knows wrongly
+    assert_known(cache, ids)  # before the policy evicts tokens with wrong state
     read(model, cache, ids[:, 33:50], 1)
     assert_known(cache, ids)
     cache.save(tmp_path / "cache")
@@ -183,7 +183,7 @@ def test_ids_travel_with_a_splice(attached_model: Models, text: Text) -> None:
 def test_a_text_without_ids_is_refused(attached_model: Models, plain_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(9)
     cache = KVCache(model, 24, Known())
-    with pytest.raises(UsageError, match=r"Known\(\) ranks by token ids; call the model with input_ids, not inputs_em"):
+    with pytest.raises(UsageError, match=r"Known\(\) ranks by token ids. Call the model with input_ids, not inputs_em"):
         model(inputs_embeds=model.get_input_embeddings()(ids), past_key_values=cache)
     assert cache.tokens_seen == [0]
     read(model, cache, ids, 9)
@@ -210,7 +210,7 @@ def test_it_is_made_from_a_file_and_prints_so(attached_model: Models, tmp_path: 
 def test_a_table_serves_the_model_that_it_was_measured_on(attached_model: Models, tmp_path: Path) -> None:
     policy = Pairs(table_of(tmp_path / "pairs.json", attached_model("llama"), {(1, 2): 0.1}))
     KVCache(attached_model("llama"), 20, Smoothed(policy))
-    with pytest.raises(PolicyError, match="was measured on a LlamaForCausalLM, this is a Qwen3ForCausalLM; make one"):
+    with pytest.raises(PolicyError, match=r"was measured on a LlamaForCausalLM, this is a Qwen3ForCausalLM\. Make one"):
         KVCache(attached_model("qwen3"), 20, policy)
-    with pytest.raises(PolicyError, match="was measured on another LlamaForCausalLM; make one for this model"):
+    with pytest.raises(PolicyError, match=r"was measured on another LlamaForCausalLM\. Make one for this model"):
         KVCache(attached_model("llama_linear"), 20, InGroups(policy))

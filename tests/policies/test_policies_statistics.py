@@ -216,15 +216,15 @@ def in_score(_: Policy, slots: Slots) -> Tensor:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ({"needs": unchecked(statistics="mean")}, r"Made.needs.statistics is 'mean'; declare a tuple of names"),
+        ({"needs": unchecked(statistics="mean")}, r"Made.needs.statistics is 'mean'. Declare a tuple of names"),
         ({"observed_queries": 1, "observe": undeclared}, r"adds statistics 'other', not declared in `statistics` \(\)"),
         (
             {"observed_queries": 1, "observe": in_place, "needs": Needs(statistics=("mean",))},
-            r"observe writes into slots\.statistics\['mean'\]; put a new tensor in its place",
+            r"observe writes into slots\.statistics\['mean'\]. Put a new tensor in its place",
         ),
         (
             {"score": in_score, "needs": Needs(statistics=("mean",))},
-            r"score replaces slots\.statistics\['mean'\]; only observe may",
+            r"score replaces slots\.statistics\['mean'\]. Only observe may",
         ),
     ],
     ids=["no tuple", "undeclared", "in place", "in score"],

@@ -82,7 +82,7 @@ def test_smoothed(decay: float) -> None:
         slots.state["given"].add_(torch.randn(slots.positions.shape, generator=torch.Generator().manual_seed(step)))
         past.append(slots.state["given"][row, head, order].tolist())
         if step == 1:
-            for name in ("smoothed", "weight"):  # what a layer does when it writes a token
+            for name in ("smoothed", "weight"):  # as a layer does when it writes a token
                 slots.state[name][row, head, order[2]] = 0.0
         score = policy.score(slots)[row, head, order]
         for i in range(len(order)):
@@ -154,7 +154,7 @@ def test_a_file_of_a_wrapped_policy_is_read_with_that_policy(
     ("make", "words"),
     [
         (lambda: Smoothed(H2O(), 1.0), "Smoothed: decay must be at least 0 and below 1, got 1.0"),
-        (lambda: Smoothed(InChunks(Smoothed(H2O()))), "is smoothed already; wrap the policy inside"),
+        (lambda: Smoothed(InChunks(Smoothed(H2O()))), "is smoothed already. Wrap the policy inside"),
         (lambda: InChunks(H2O(), 0), "InChunks: size must be at least 1, got 0"),
     ],
 )

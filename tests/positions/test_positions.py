@@ -140,7 +140,7 @@ def test_a_mode_of_ones_own_is_one_class_and_one_line(monkeypatch: pytest.Monkey
     shown = [str(mode) for mode in (Original(), SelfExtend(4, 32), Clamp(7))]
     assert shown == ["original", "self_extend(4, 32)", "clamp(7)"]
     forms = r"auto, original, compact, self_extend\(group, window\), clamp\(limit\), stretched\(by\)"
-    with pytest.raises(UsageError, match=rf"use one of: {forms} \(did you mean stretched\?\)$"):
+    with pytest.raises(UsageError, match=rf"Use one of: {forms} \(Did you mean stretched\?\)$"):
         position_mode("stretch")
     reading = position_mode("stretched(3)").rotary_index(HELD, torch.tensor([[101]]))
     assert read_distance(reading, 0, 4, 61) == 3 * 61

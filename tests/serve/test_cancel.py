@@ -17,7 +17,7 @@ from windlass.engine.scheduler import Scheduler
 from windlass.hf.load import load
 
 OPTIONS: Final[dict[str, Any]] = {"budget": 24, "policy": "recent", "chunk": 16}
-PROMPT, TOKENS = list(range(200, 240)), 5  # three chunks, of which the last gives the first token; then four steps
+PROMPT, TOKENS = list(range(200, 240)), 5  # three chunks, of which the last gives the first token, then four steps
 NEXT = list(range(300, 323))
 
 
@@ -49,7 +49,7 @@ class Real(NamedTuple):
     gate: Gate
     idle_bytes: int
     after_prompt: str
-    """What the library writes after `PROMPT`."""
+    """Text that the library writes after `PROMPT`."""
     after_next: str
 
     def is_idle(self) -> bool:

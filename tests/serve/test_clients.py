@@ -124,7 +124,7 @@ SENT_BACK: list[tuple[dict[str, Any], str]] = [
         {"content": [{"type": "tool_use", "name": "clock", "input": {}}], "tool_calls": [{"function": function()}]},
         '<clock {"zone": "CET"}>',
     ),
-    # Arguments that are no object of JSON are handed on as they are, so that no call poisons what follows it.
+    # Arguments that are no JSON object are passed on unchanged, so that no call poisons later ones.
     ({"tool_calls": [{"function": function(arguments={"zone": "CET"})}]}, '<clock {"zone": "CET"}>'),
     ({"tool_calls": [{"function": function(arguments="{zone: CET")}]}, '<clock "{zone: CET">'),
     ({"tool_calls": [{"function": function(arguments='["CET"]')}]}, '<clock "[\\"CET\\"]">'),
@@ -178,7 +178,7 @@ def test_tools_that_the_template_hides_are_told_once(caplog: pytest.LogCaptureFi
         assert "[system]Be short.\n\n# Tools" in server.server.words.decoded(server.service.requests[-1].prompt)
     lines = [line for line in caplog.messages if "shows no tools" in line]
     assert lines == [
-        "this model's chat template shows no tools; the system text lists them between <tools> and </tools>"
+        "this model's chat template shows no tools. The system text lists them between <tools> and </tools>"
     ]
 
 
@@ -193,4 +193,4 @@ def test_a_system_text_that_the_template_forbids(caplog: pytest.LogCaptureFixtur
         chunk = [{"role": "system", "content": [{"type": "chunk", "text": "The sea."}]}, USER]
         assert ask(server.port, PATH, {"model": NAME, "messages": chunk}).status == 200
         assert words.decoded(server.service.requests[-1].prompt) == "<|bos|>[user]The sea.\n\nTime?<|eos|>\n[assistant]"
-    assert "forbids a system message; it is folded into the first message of the user" in caplog.text
+    assert "forbids a system message. It is folded into the first message of the user" in caplog.text

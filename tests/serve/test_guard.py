@@ -111,7 +111,7 @@ def test_a_head_that_is_too_large(guarded: Served) -> None:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::", "example.com", ""])
 def test_another_address_needs_a_key(host: str) -> None:
-    with pytest.raises(UsageError, match="there is no key; give --api-key"):
+    with pytest.raises(UsageError, match=r"there is no key\. Give --api-key"):
         check_address(host, ())
     check_address(host, (KEY,))
 

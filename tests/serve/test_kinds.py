@@ -36,7 +36,7 @@ def test_what_is_typed_is_what_is_served() -> None:
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("budget=64", "says nothing of its rows"),
+        ("budget=64", "gives no number of rows"),
         ("rows=2,speed=3", "'speed=3' is not one of rows, budget"),
         ("rows=2,rows=3", "each once"),
         ("rows=2,budget", "with a value"),
@@ -56,7 +56,7 @@ def test_what_cannot_be_typed(typed: str, said: str) -> None:
     ("kind", "said"),
     [
         ("rows=2", "two kinds of rows are alike"),
-        ("rows=2,policy=composite(h2o)", "give it one row"),
+        ("rows=2,policy=composite(h2o)", "Give it one row"),
         ("rows=2,recall=8", "recall=8 for the rows"),
     ],
 )

@@ -116,7 +116,7 @@ def test_any_page_or_none() -> None:
 )
 def test_what_is_no_origin_is_refused(origin: str) -> None:
     options = ServeOptions("a", 1, CacheOptions(budget=32), origins=(PAGE,))
-    with pytest.raises(UsageError, match="is no origin; write https:"):
+    with pytest.raises(UsageError, match=r"is no origin\. Write https:"):
         replace(options, origins=(PAGE, origin))
 
 

@@ -73,9 +73,9 @@ def test_help_and_ranges_are_those_of_the_declaration() -> None:
 
 MESSAGE = {"role": "user", "content": "x"}
 ONE_OF_SEVERAL: list[tuple[dict[str, Any], str, str]] = [
-    ({"promt": "x", "prompt": None, "temperature": 9}, "promt", "promt is not supported by this server; leave it out"),
+    ({"promt": "x", "prompt": None, "temperature": 9}, "promt", "promt is not supported by this server. Leave it out"),
     ({"prompt": None, "temperature": 9}, "prompt", "prompt is missing"),
-    ({"temperature": 9, "stream_options": {"more": 1}}, "stream_options.more", "is not supported; leave it out"),
+    ({"temperature": 9, "stream_options": {"more": 1}}, "stream_options.more", "is not supported. Leave it out"),
     ({"sinks": "all"}, "sinks", "sinks must be 'system' or a valid integer, got 'all'"),
     ({"stop": ["a", 5]}, "stop.1", "stop.1 must be a valid string, got 5"),
     ({"user": "x" * 300}, "user", "user must have at most 256 characters, got 300"),

@@ -120,7 +120,7 @@ def test_a_replica_is_killed_under_load(running: Running) -> None:
     os.kill(_replicas()[0], signal.SIGKILL)
     assert soon(lambda: len(running.told) == 2, 120)
     dead = running.told[0].split()[1]
-    assert running.told == [f"replica {dead} died; it is restarted", f"replica {dead} serves again"]
+    assert running.told == [f"replica {dead} died. It is restarted", f"replica {dead} serves again"]
     counts = [len(each.ends) for each in askers]
     assert soon(lambda: all(len(each.ends) > count + 1 for each, count in zip(askers, counts, strict=True)), 120)
     for each in askers:

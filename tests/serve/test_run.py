@@ -104,16 +104,16 @@ def test_a_folder_for_what_is_kept(tmp_path: Path) -> None:
     made = options_of(MODEL, {}, asked)
     assert (made.reuse_folder, made.disk_bytes) == (tmp_path, 3 << 20)
     assert made.settings.salt == made.settings.salt == (tmp_path / "windlass.salt").read_bytes()
-    with pytest.raises(UsageError, match="needs memory beside it; give --reuse"):
+    with pytest.raises(UsageError, match=r"needs memory beside it\. Give --reuse"):
         options_of(MODEL, {}, ServeArguments(reuse_folder=tmp_path))
-    with pytest.raises(UsageError, match="is no folder; make it first"):
+    with pytest.raises(UsageError, match=r"is no folder\. Make it first"):
         options_of(MODEL, {}, ServeArguments(reuse="1KiB", reuse_folder=tmp_path / "none"))
 
 
 def test_an_open_address_is_refused_before_the_model_is_loaded(run: Callable[..., Ran]) -> None:
     ran = run("serve", MODEL, "--host", "0.0.0.0")
     assert ran.code == 2
-    assert "there is no key; give --api-key KEY" in ran.err
+    assert "there is no key. Give --api-key KEY" in ran.err
 
 
 def test_the_extra_is_named_where_it_is_missing(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_the_extra_is_named_where_it_is_missing(run: Callable[..., Ran], monkeyp
     monkeypatch.setattr(serve, "find_spec", found)
     ran = run("serve", MODEL)
     assert ran.code == 2
-    assert ran.err.endswith("`windlass serve` needs uvicorn, llguidance; pip install 'windlass[serve]'\n")
+    assert ran.err.endswith("`windlass serve` needs uvicorn, llguidance. Run: pip install 'windlass[serve]'\n")
 
 
 def test_nothing_of_it_is_imported_by_the_library() -> None:

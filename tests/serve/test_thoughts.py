@@ -14,7 +14,7 @@ from windlass.serve.parsers import TextPart, ThoughtReader
 from windlass.serve.prompts import PromptTokenizer
 
 CASES = {
-    # Whether the prompt began a thought, what is written after it, and what that is.
+    # Whether the prompt began a thought, the text written after it, and the parsed part.
     (False, "It is late."): TextPart("It is late."),
     (False, " It is late.\n"): TextPart(" It is late.\n"),
     (False, "<think>\nA clock?\n\nNo.\n</think>\n\nLate.\n"): TextPart("Late.\n", "A clock?\n\nNo."),

@@ -74,7 +74,7 @@ def test_worked_by_hand() -> None:
     where = torch.tensor([[[0, 2, 3]], [[3, 0, 1]]])
     store.write(where, keys[:, :, 3:], values[:, :, 3:], torch.tensor([[[3, -1, 4]], [[1, 2, 3]]]))
     assert exact_slots(store, keys.shape[0]) == [[0, 3, 8], [0, 1, 2]]
-    assert before is not None  # what is still in use stays as it was, and is not given again
+    assert before is not None  # entries in use stay unchanged, and are not given again
     assert (before[0, 0] >= 0).nonzero()[:, 0].tolist() == [1, 5, 8]
     for ours, truth in ((store.keys(), keys), (store.values(), values)):
         assert ours[0, :, 8].equal(truth[0, :, 0])
@@ -131,7 +131,7 @@ def test_names() -> None:
         ("plain(newest=3)", r"plain takes no numbers"),
         (
             "int2(newest=3)",
-            r"is not a store; use one of: plain, int8, int4 \(did you mean int8\?\); .* int4\(sinks=4, newest=32\)",
+            r"is not a store. Use one of: plain, int8, int4 \(Did you mean int8\?\)\. .* int4\(sinks=4, newest=32\)",
         ),
     ],
 )

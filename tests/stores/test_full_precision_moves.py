@@ -17,7 +17,7 @@ from windlass.cli.options import LoadOptions
 from windlass.cli.session import open_session
 from windlass.policies import KeyDiff, Policy, Recent, Slots
 
-# Without a budget no policy is asked: what is left of it is whether its heads share their positions.
+# Without a budget no policy ranks tokens, but it still decides whether heads share positions.
 STATELESS = [(policy, 14) for policy in POLICIES if not (policy.needs.state or policy.needs.statistics)]
 
 
@@ -63,8 +63,8 @@ def test_what_cannot_be_taken_back_exactly_is_refused(attached_model: Models, te
         cache = KVCache(model, store="int4(newest=5)", rollback=rollback)
         read(model, cache, ids, 50)
         before = in_text_order(cache)
-        way_out = r"past what store int4\(newest=5\) still holds exactly in layer 0.*use drop, .* a larger rollback"
-        with pytest.raises(UsageError, match=f"rollback of {allowed + 1} tokens reaches {way_out}"):
+        way_out = r"store int4\(newest=5\) still holds exactly in layer 0.*Use drop, .* a larger rollback"
+        with pytest.raises(UsageError, match=f"rollback of {allowed + 1} tokens is more than {way_out}"):
             cache.rollback(allowed + 1)
         assert_alike(in_text_order(cache), before)
         cache.rollback(allowed)

@@ -92,7 +92,7 @@ def test_one_line_makes_it_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         assert store.name == name
     with pytest.raises(UsageError, match="shifted takes by, each once"):
         store_of("shifted(sinks=4)")
-    with pytest.raises(UsageError, match="use one of: plain, int8, int4, shifted "):
+    with pytest.raises(UsageError, match="Use one of: plain, int8, int4, shifted "):
         store_of("shift")
 
 
@@ -111,7 +111,7 @@ def test_one_line_makes_it_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_bytes_per_token(store: Store, dtype: torch.dtype, expected: int) -> None:
     assert store.bytes_per_token(10, 6, dtype) == expected
-    # Slots are what grows with the text: 30 more of them, in 2 rows and 3 heads, take so much more.
+    # Only slots grow with the text: 30 more of them, in 2 rows and 3 heads, take so much more.
     sizes = []
     for slots in (20, 50):
         own = store.fresh(None)
@@ -131,5 +131,5 @@ def test_a_benchmark_asks_the_store_for_its_bytes(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_store_that_cannot_hold_the_model_says_so() -> None:
-    with pytest.raises(UsageError, match=r"two channels into a byte, but this model's values have 5; use store int8"):
+    with pytest.raises(UsageError, match=r"two channels into a byte, but this model's values have 5. Use store int8"):
         Int4().bytes_per_token(8, 5, torch.bfloat16)

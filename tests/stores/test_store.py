@@ -66,7 +66,7 @@ def packed_codes(store: LowBit, numbers: list[float]) -> tuple[Tensor, Tensor]:
 def test_codes_worked_by_hand() -> None:
     codes, scale = packed_codes(Int4(), [4.0, -1.0, 0.3, 3.5])
     assert scale.tolist() == [-0.5]  # the extreme, 4, is the lowest code, -8
-    # codes -8, 2, -1 (of -0.6) and -7; plus 8: 0, 10, 7 and 1; channel 0 shares its byte with channel 2
+    # codes -8, 2, -1 (of -0.6) and -7, plus 8: 0, 10, 7 and 1. Channel 0 shares its byte with channel 2
     assert codes.tolist() == [0 | 7 << 4, 10 | 1 << 4]
     codes, scale = packed_codes(Int8(), [-64.0, 63.9, 0.26, 1.0, 5.0])
     assert scale.tolist() == [0.5]
@@ -129,7 +129,7 @@ def test_rows_and_slots_are_moved_whole(store: str) -> None:
 
 def test_odd_widths() -> None:
     keys, values = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 5)
-    with pytest.raises(UsageError, match=r"two channels into a byte, but this model's values have 5; use store int8"):
+    with pytest.raises(UsageError, match=r"two channels into a byte, but this model's values have 5. Use store int8"):
         Int4().allocate(keys, values, 3)
     store = Int8()
     store.allocate(keys, values, 3)
@@ -139,7 +139,7 @@ def test_odd_widths() -> None:
 
 @pytest.mark.parametrize("spec", ["int2", "int4(sinks=4", "", "INT8"])
 def test_a_store_that_is_not_there(attached_model: Models, spec: str) -> None:
-    with pytest.raises(UsageError, match="is not a store; use one of: plain, int8, int4"):
+    with pytest.raises(UsageError, match=r"is not a store\. Use one of: plain, int8, int4"):
         KVCache(attached_model("llama"), store=spec)
 
 

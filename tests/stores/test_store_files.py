@@ -46,7 +46,9 @@ def test_a_saved_cache_goes_on_as_if_never_interrupted(
 def test_a_file_has_its_own_key_means(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
     seam = attached(model)
     KVCache(model, store="int4")  # measures them
-    seam.key_means = [None if mean is None else mean + 1 for mean in seam.key_means or []]  # not what is measured
+    seam.key_means = [
+        None if mean is None else mean + 1 for mean in seam.key_means or []
+    ]  # differs from the measured means
     cache = KVCache(model, store="int4")
     read(model, cache, text(30), 30)
     cache.save(tmp_path / "file")
@@ -69,7 +71,7 @@ def test_a_store_from_outside_cannot_be_saved(model: PreTrainedModel, text: Text
 
     cache = KVCache(model, store=Own())
     read(model, cache, text(9), 9)
-    with pytest.raises(UsageError, match="cannot be saved; use a KVCache with one of: plain, int8, int4"):
+    with pytest.raises(UsageError, match=r"cannot be saved\. Use a KVCache with one of: plain, int8, int4"):
         cache.save(tmp_path / "file")
 
 
@@ -91,7 +93,7 @@ def test_a_store_that_contradicts_a_file(tmp_path: Path, text: Text) -> None:
     session.cache.save(tmp_path / "file")
     again = open_session(str(folder), {}, LoadOptions("float32"), tmp_path / "file")
     assert again.cache.store.name == "int4"
-    with pytest.raises(UsageError, match=r"--store int8 contradicts .*file, made with store int4; leave it out"):
+    with pytest.raises(UsageError, match=r"--store int8 contradicts .*file, made with store int4. Leave it out"):
         open_session(str(folder), {"store": "int8"}, LoadOptions("float32"), tmp_path / "file")
     with pytest.raises(UsageError, match="'int5' is not a store"):
         open_session("nowhere", {"store": "int5"}, LoadOptions("float32"))

@@ -158,7 +158,7 @@ class IndexerState:
         if view.places is not None:
             raise UsageError(
                 f"in a text with pictures the model's indexer would pick {picker.limit} of {view.occupancy} tokens, "
-                f"which a KVCache does not do; give it a budget, so that it holds {picker.limit} at most in a pass"
+                f"which a KVCache does not do. Give it a budget, so that it holds {picker.limit} at most in a pass"
             )
         return cls(picker, view.index_keys)
 
@@ -177,8 +177,8 @@ def picked(call: AttentionInput, picks: IndexerState) -> AttentionInput:
     if index is not None and tables is not None:
         if index.far is not None:
             raise UsageError(
-                "these positions read far tokens in groups, and the model's indexer scores each token once in a pass; "
-                'feed single tokens, or set cache.positions to "original" or "compact"'
+                "these positions read far tokens in groups, and the model's indexer scores each token once in a pass. "
+                'Feed single tokens, or set cache.positions to "original" or "compact"'
             )
         queries_turn, keys_turn = (_turn(tables, at[:, 0]) for at in (index.near.queries, index.near.keys))
     seen = _seen(call)
@@ -223,7 +223,7 @@ def joined(table: SlotTable, rules: LayerConfig, step: Step, new: StepTokens) ->
     joins = _columns(joins, order)
     newest, is_held = _newest(table.positions, step.positions)
     joins[..., :1] &= is_held
-    # In the order of the text; what the layer holds comes first, though it may belong to no run of this step.
+    # In the order of the text. The held tokens come first, though they may belong to no run of this step.
     runs = _Runs(~pad(joins, (1, 0)))
     held = table.store.over(table.store.take_all(newest))
     counts = torch.cat((table.state[MERGED].gather(-1, newest) + 1, torch.ones_like(joins, dtype=torch.float32)), -1)
@@ -284,7 +284,7 @@ def slots_wanted(
     wanted = rules.slots_for(tokens, table.slots, table.occupancy_bound, 0, longest_decode, False)
     if wanted <= table.slots and not begins:
         return wanted
-    table.occupancy_bound = int((table.positions != EMPTY).sum(-1).max())  # what is reserved may be in use again
+    table.occupancy_bound = int((table.positions != EMPTY).sum(-1).max())  # a reserved slot may be in use again
     return rules.slots_for(tokens, 0 if begins else table.slots, table.occupancy_bound, 0, longest_decode, False)
 
 
@@ -293,7 +293,7 @@ def _let_go(
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The slots whose tokens were joined, with the tokens' positions or EMPTY: older slots, then those just written."""
     order, back = _text_order(positions)
-    joins = _columns((joins > 0) & (positions >= 0)[:, None], order)  # of a step that was cut, some are padding now
+    joins = _columns((joins > 0) & (positions >= 0)[:, None], order)  # a step that was cut has padding now
     newest, _ = _newest(slots, positions)
     before = slots.gather(-1, newest).where(joins[..., :1], EMPTY)
     own = positions[:, None].expand_as(written).to(slots.dtype)
@@ -357,7 +357,7 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
         return view
     if view.places is not None or asked.call.picker is not None:
         what = "a text with pictures" if view.places is not None else "sparse attention that picks tokens"
-        raise UsageError(f"recall={recall.tokens} is not known for {what}; use a KVCache with recall=0")
+        raise UsageError(f"recall={recall.tokens} is not known for {what}. Use a KVCache with recall=0")
     is_token = asked.step.positions.shape[1] == 1
     columns = asked.step.first_columns if is_token else newest_columns(asked.step)[:, :DECIDING]
     kv_heads, is_query = view.keys.data.shape[1], columns >= 0
@@ -475,7 +475,7 @@ def attend(
     tokens, step = queries.shape[2], view.step
     if view.seen_until is not None and call.sees_to is not None:
         raise UsageError(
-            f"{rules.policy!r} joins tokens as they come, and in a picture queries see tokens that come later; use "
+            f"{rules.policy!r} joins new tokens, and in a picture queries see tokens that come later. Use "
             "merge=None for this text"
         )
     is_rest_wanted = rules.policy.observed_queries is None and observed is not None and observed.shape[1] < tokens
@@ -501,18 +501,18 @@ def attend(
     picks = IndexerState.of(view, call)
     if rotary is None:
         return kernels.attend(whole if picks is None else picked(whole, picks))
-    # Distances within a sliding window are those that the model was trained on, however long the text.
+    # The model was trained on all distances within a sliding window, so the text's length does not matter.
     trained_length = rotary.trained_length if rules.sliding_window is None else None
     mode, places = mode.within(trained_length, rules.budget is not None), view.places
     is_normed, occupancy = whole.query_gain is not None and places is None, view.occupancy
     if rotary.table_changes_at(mode.bound(step.end, occupancy, 1)) or (
         is_normed and not mode.keeps_places(step.end, occupancy)
     ):
-        occupancy = view.counted  # what is known without asking the device is too much to choose a table by
+        occupancy = view.counted  # the bound known without a device sync is too loose to choose a table
     if is_normed and not mode.keeps_places(step.end, occupancy):
         raise UsageError(
             f"positions={mode.name!r} would keep distances here, but not where tokens stand, and this model applies "
-            'norms with weights after RoPE, so that its attention depends on both; use "original", or "compact" with '
+            'norms with weights after RoPE, so that its attention depends on both. Use "original", or "compact" with '
             "a budget below the trained length"
         )
     readings = (

@@ -46,20 +46,20 @@ def check_across_ranks(options: CacheOptions, heads: RankHeads | None) -> None:
     if not heads.has_all_queries and not heads.is_split and options.recall:
         raise UsageError(
             f"recall={options.recall} picks tokens by queries, and here each rank has some of the query heads that "
-            "read the same keys; leave recall out"
+            "read the same keys. Leave recall out"
         )
     if not heads.is_split:
         return
     if options.shares is not None:
         raise UsageError(
             f"shares {options.shares} give heads of a layer other budgets, and each of {heads.ranks.size} ranks has "
-            "only some of them; leave shares out"
+            "only some of them. Leave shares out"
         )
     merge = options.merge
     if merge is not None and not options.policy.needs.per_head and (merge.target != "next" or merge.threshold > -1):
         raise UsageError(
             f"merge {merge} looks for one slot for all heads, as {options.policy!r} ranks them alike, and each of "
-            f"{heads.ranks.size} ranks has only some of them; take {type(merge).name}(next), or a policy that ranks "
+            f"{heads.ranks.size} ranks has only some of them. Take {type(merge).name}(next), or a policy that ranks "
             "each head by itself"
         )
 
@@ -69,7 +69,7 @@ def check_fit(heads: RankHeads | None) -> None:
     if heads is not None and not heads.is_split and not heads.has_all_queries:
         raise UsageError(
             "compress(fit=True) fits values to queries, and here each rank has some of the query heads that read the "
-            "same keys; leave fit out"
+            "same keys. Leave fit out"
         )
 
 
@@ -82,7 +82,7 @@ def set_sinks(cache: CacheState, tokens: int, row: int = 0) -> None:
     """
     if cache.options.sinks != SYSTEM:
         raise UsageError(
-            f"set_sinks: this cache has sinks={cache.options.sinks}; make it with sinks={SYSTEM!r} to set them per row"
+            f"set_sinks: this cache has sinks={cache.options.sinks}. Make it with sinks={SYSTEM!r} to set them per row"
         )
     tokens = whole_number("sinks", tokens, 0, MAX_NUMBER)
     row = whole_number("row", row, 0, cache.batch_size - 1)
@@ -107,7 +107,7 @@ def check_sinks(tokens: int, options: CacheOptions, budgets: Iterable[int | None
         apart = "" if least == options.budget else f", of which a layer keeps {least},"
         raise UsageError(
             f"sinks: the system text has {tokens} tokens, and the budget of {options.budget} tokens{apart} has room "
-            f"for {max(least - window - 1, 0)} beside the window of {window}; raise budget, shorten the system text, "
+            f"for {max(least - window - 1, 0)} beside the window of {window}. Raise budget, shorten the system text, "
             "or set sinks to a number"
         )
 
@@ -119,7 +119,7 @@ def check_known(cache: CacheState, lengths: Iterable[int]) -> None:
     for number, (row, tokens) in enumerate(zip(cache.rows.rows, lengths, strict=True)):
         if tokens and row.sinks is None:
             raise UsageError(
-                f"sinks={SYSTEM!r} needs the number of tokens of the system text of row {number}; call "
+                f"sinks={SYSTEM!r} needs the number of tokens of the system text of row {number}. Call "
                 f"cache.set_sinks(windlass.system_tokens(tokenizer, messages), row={number}) before it reads, or give "
                 "sinks a number"
             )
@@ -242,7 +242,7 @@ class TextCache(CacheState):
         if batch != self.batch_size:
             raise UsageError(f"this cache was made for batch={self.batch_size}, the model was called with {batch} rows")
         if ids is None and TOKEN in self.policy.needs.state:
-            raise UsageError(f"{self.policy!r} ranks by token ids; call the model with input_ids, not inputs_embeds")
+            raise UsageError(f"{self.policy!r} ranks by token ids. Call the model with input_ids, not inputs_embeds")
         how, rows = self.next_pass, self.rows
         step = how.step
         if self.recurrent and tokens > 1:
@@ -332,7 +332,7 @@ class TextCache(CacheState):
                 after = after.told(how.token_ids)
         for state in self.recurrent:
             state.settle(step)
-        self.text = Text(after, latest=step)  # from here on the pass has happened
+        self.text = Text(after, latest=step)  # the pass is committed here
         if self._fused is None or not self._fused.took(step):
             for layer in self.layers:
                 layer.commit()
@@ -350,7 +350,7 @@ class TextCache(CacheState):
         assert step is not None, "an edit while a pass was running"
         if now.pending is None and (
             step.is_second_pass or step.is_rewrite
-        ):  # it has happened: layers that are committed can't undo it
+        ):  # the pass is done: committed layers cannot undo it
             for its in self.layers:
                 its.commit()
             return

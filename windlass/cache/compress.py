@@ -35,11 +35,11 @@ def compress(cache: CacheState, budget: int, window: int | None = None) -> None:
     budget, was = whole_number("budget", budget, 1, MAX_NUMBER), cache.options
     options = replace(was, budget=budget, window=was.window if window is None else window)
     if was.budget is not None and budget > was.budget:
-        raise UsageError(f"compress to {budget} tokens, but the cache keeps {was.budget}; a budget can only be lowered")
+        raise UsageError(f"compress to {budget} tokens, but the cache keeps {was.budget}. A budget can only be lowered")
     for layer in cache.layers:
         table = layer.table
         if layer.policy.needs.statistics and table.occupancy_bound > budget and not table.statistics:
-            raise UsageError(f"compress: {layer.policy!r} has seen no queries yet; let the model read a token first")
+            raise UsageError(f"compress: {layer.policy!r} has seen no queries yet. Let the model read a token first")
     cache.options = options
     cut_to_budget(cache)
 
@@ -74,12 +74,12 @@ def shared_budgets(
         found[1, : ordered.shape[1], layer] = is_there.sum(0)
     total, count = found if heads is None else heads.ranks.sum(found)
     table = (total / count.clamp(min=1)).where(count > 0, -torch.inf)
-    # The best rank of each layer is kept, whatever it is worth.
+    # Each layer keeps its best rank, however low its score.
     wanted = (limits.budget - protected - 1) * len(scores)
     rest = table[1:].flatten()
     if wanted >= int((rest > -torch.inf).sum()):
         return [limits.budget] * len(scores)
-    # Of equal ones the earlier rank wins, then the lower layer.
+    # Among equal scores the earlier rank wins, then the lower layer.
     kept = rest.sort(descending=True, stable=True).indices[:wanted] % len(scores)
     return [protected + 1 + number for number in kept.bincount(minlength=len(scores)).tolist()]
 
@@ -95,7 +95,7 @@ def cut_to_budget(cache: CacheState) -> None:
         layer.forget_steps(0)
         was = layer.rules
         layer.rules = replace(was, limits=limits, budget=limits.budget)
-        # A group of heads may have more slots than before, where the window that each protects is smaller now.
+        # A group of heads may have more slots than before if its protected window is smaller now.
         layer.use_sliding_window(was.sliding_window, was.attention_chunk)
         if was.is_whole_window and not layer.rules.is_whole_window:
             _restore_policy(layer)

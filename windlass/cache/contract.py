@@ -24,7 +24,7 @@ from windlass.stores.formats import Plain
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 15, 3, 8, 6
 LIMITS = Limits(budget=12, sinks=2, window=3, chunk=7, rollback=0)
-MAX_ID = 97  # of the token ids of a step
+MAX_ID = 97  # highest token id of a step
 INTERFACES = (OneShot, Budgeter, ModelSpecific, Initializer, Recency)
 # Tokens of each of two rows in every step: whole and ragged chunks, an idle row, then decode.
 STEPS = ((7, 7), (4, 7), (7, 0), (5, 3), *((1, 1),) * 6, (0, 1), (1, 0), (7, 5), (1, 1))
@@ -66,34 +66,34 @@ def _check_declaration(policy: Policy) -> None:
     """Check the class, its fields and its docstring, without running anything."""
     if not isinstance(policy, Policy):
         raise PolicyError(
-            f"{policy!r} is not a Policy; derive its class from windlass.policies.Policy, and pass an instance"
+            f"{policy!r} is not a Policy. Derive its class from windlass.policies.Policy, and pass an instance"
         )
     kind = type(policy)
     name = kind.__name__
     parameters = vars(kind).get("__dataclass_params__")  # of this class, not of one it inherits from
     if parameters is None or not parameters.frozen:
-        raise PolicyError(f"{name} is not a frozen dataclass; put @dataclass(frozen=True) above the class")
+        raise PolicyError(f"{name} is not a frozen dataclass. Put @dataclass(frozen=True) above the class")
     declared: Any = policy  # a dataclass, as the check above has shown
     for field, value in ((field.name, getattr(policy, field.name)) for field in fields(declared)):
         is_file = isinstance(value, str) and Path(value).expanduser().is_file()
         if not (is_file or isinstance(value, int | float | Policy | None)):
             raise PolicyError(
-                f"{name}.{field} is {value!r}; the fields of a policy are plain numbers, a policy, or a file's name"
+                f"{name}.{field} is {value!r}. The fields of a policy are plain numbers, a policy, or a file's name"
             )
     needs: object = policy.needs
     if not isinstance(needs, Needs):
-        raise PolicyError(f'{name}.needs is {needs!r}; declare Needs, such as needs = Needs(state=("mass",))')
+        raise PolicyError(f'{name}.needs is {needs!r}. Declare Needs, such as needs = Needs(state=("mass",))')
     for declared, names in (("state", needs.state), ("statistics", needs.statistics)):
         if not isinstance(names, tuple) or not all(isinstance(entry, str) for entry in names):
-            raise PolicyError(f'{name}.needs.{declared} is {names!r}; declare a tuple of names, such as ("mass",)')
+            raise PolicyError(f'{name}.needs.{declared} is {names!r}. Declare a tuple of names, such as ("mass",)')
     wanted = policy.observed_queries
     if wanted is not None and (not isinstance(wanted, int) or wanted < 0):
-        raise PolicyError(f"{name}.observed_queries is {wanted!r}; declare 0 (none), a positive number, or None (all)")
+        raise PolicyError(f"{name}.observed_queries is {wanted!r}. Declare 0 (none), a positive number, or None (all)")
     for interface in INTERFACES:
         unused = [each for each in vars(interface) if not each.startswith("_") and each in dir(kind)]
         if unused and not issubclass(kind, interface):
             raise PolicyError(
-                f"{name}.{unused[0]} is never used: {name} is no {interface.__name__}; derive the class from "
+                f"{name}.{unused[0]} is never used: {name} is no {interface.__name__}. Derive the class from "
                 f"windlass.policies.{interface.__name__} too, or use another name"
             )
     missing = [word for word in ("Source:", "Differs:") if word not in (kind.__doc__ or "")]
@@ -109,7 +109,7 @@ class _CheckingPolicy(Wrapper, ModelSpecific, Initializer, Recency):
         return repr(self.policy)
 
     @property
-    def keeps_newest(self) -> bool:  # type: ignore[override]  # what is wrapped decides
+    def keeps_newest(self) -> bool:  # type: ignore[override]  # the wrapped policy decides
         return keeps_newest(self.policy)
 
     def preprocess(self, queries: Queries, keys: NewKeys, layer: int) -> NewTokens:
@@ -119,7 +119,7 @@ class _CheckingPolicy(Wrapper, ModelSpecific, Initializer, Recency):
         before = queries.clone(), keys.clone()
         new = trained.preprocess(queries, keys, layer)
         if not (queries.equal(before[0]) and keys.equal(before[1])):
-            self._fail("preprocess writes into the model's queries or keys; return copies")
+            self._fail("preprocess writes into the model's queries or keys. Return copies")
         self._check_given("preprocess", new.state, keys)
         return new
 
@@ -130,7 +130,7 @@ class _CheckingPolicy(Wrapper, ModelSpecific, Initializer, Recency):
         before = queries.clone(), keys.clone()
         state = initializer.initial_state(queries, keys, layer, heads)
         if not (queries.equal(before[0]) and keys.equal(before[1])):
-            self._fail("initial_state writes into the model's queries or keys; leave them as they are")
+            self._fail("initial_state writes into the model's queries or keys. Leave them as they are")
         self._check_given("initial_state", state, keys)
         return state
 
@@ -155,12 +155,12 @@ class _CheckingPolicy(Wrapper, ModelSpecific, Initializer, Recency):
         if bool(score.isnan()[is_held].any()):
             self._fail("score gives NaN for a slot that holds a token")
         if not torch.equal(self._scored(again)[is_held], score[is_held]):
-            self._fail("score differs between two calls with the same slots; derive any draw from positions and a seed")
+            self._fail("score differs between two calls with the same slots. Derive any draw from positions and a seed")
         reverse, order = _reversed(slots, before)
         expected, held = score.gather(-1, order)[is_held.flip(-1)], is_held.flip(-1)
         rounding = 1e-4 * float(expected.abs().max())
         if not torch.allclose(self._scored(reverse)[held], expected, rtol=1e-4, atol=rounding):
-            self._fail("score depends on the order of the slots; sort by slots.positions before pooling along the text")
+            self._fail("score depends on the order of the slots. Sort by slots.positions before pooling along the text")
         return score
 
     def _scored(self, slots: Slots) -> PerSlot:
@@ -191,20 +191,20 @@ class _CheckingPolicy(Wrapper, ModelSpecific, Initializer, Recency):
         after = {"positions": slots.positions, **slots.store.tensors()}
         for name, tensor in before.items():
             if not torch.equal(tensor, after[name]):
-                self._fail(f"{method} writes to slots.{name}; only slots.state may be written")
+                self._fail(f"{method} writes to slots.{name}. Only slots.state may be written")
         for name in slots.state:
             if name not in state:
                 self._fail(f"{method} adds state {name!r}, which is not declared in `state` {self.needs.state}")
             if slots.state[name] is not state[name]:
-                self._fail(f"{method} replaces slots.state[{name!r}]; write into it, in place")
+                self._fail(f"{method} replaces slots.state[{name!r}]. Write into it, in place")
         for name, tensor in statistics.items():
             if not torch.equal(tensor, copies[name]):
-                self._fail(f"{method} writes into slots.statistics[{name!r}]; put a new tensor in its place")
+                self._fail(f"{method} writes into slots.statistics[{name!r}]. Put a new tensor in its place")
         for name, tensor in slots.statistics.items():
             if name not in self.needs.statistics:
                 self._fail(f"{method} adds statistics {name!r}, not declared in `statistics` {self.needs.statistics}")
             if method == "score" and tensor is not statistics.get(name):
-                self._fail(f"score replaces slots.statistics[{name!r}]; only observe may")
+                self._fail(f"score replaces slots.statistics[{name!r}]. Only observe may")
 
     def _fail(self, rule: str) -> NoReturn:
         raise PolicyError(f"{self!r}: {rule}")

@@ -29,7 +29,7 @@ from windlass.positions.rotary import Rotary
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Decode
 
-Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots that are to be free, and what stood there
+Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots to free, and their old positions
 
 
 class LayerCall(NamedTuple):
@@ -72,13 +72,13 @@ class LayerStep(NamedTuple):
         The lengths of rows do not tell: the slots of one row may hide how many tokens another one has lost. A row
         without evicted tokens recalls none.
         """
-        # A graph serves steps before and after the first eviction: until then all that it finds is in slots. The step
+        # A graph serves steps before and after the first eviction: until then all tokens are in slots. The step
         # that comes before a graph is recorded recalls as well, so that all kernels are there.
         is_recorded = self.step.is_captured or self.step.graph_headroom > 0
         recall = self.table.recall
         if recall is None or not (is_recorded or self.has_evicted):
             return False
-        # Tokens that joined have left their slots, too, and are in those of others until the budget evicts.
+        # Joined tokens have left their slots as well. Other slots hold them until the budget evicts.
         return not self.rules.joins or max(recall.lengths, default=0) > (self.rules.budget or MAX_NUMBER)
 
     def split(self, parts: Sequence[Step]) -> list["LayerStep"]:
@@ -133,9 +133,9 @@ class KernelHandle(NamedTuple):
     """A kernel, and all that it was prepared for: it serves steps for which all of that is the same."""
 
     kernel: "Decode"
-    retention: Retention | None  # that the kernel sees to
+    retention: Retention | None  # done by the kernel
     end: int  # of the longest text
-    tensors: tuple[ReferenceType[Tensor], ...]  # weak: what a layer, or the rotary, gives up must not be kept alive
+    tensors: tuple[ReferenceType[Tensor], ...]  # weak: a tensor that its layer or rotary drops must be freed
     rules: LayerConfig
     rotary: Rotary | None
     mode: PositionMode
@@ -322,7 +322,7 @@ def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]
     initial = initial_state(asked.rules.policy, asked.layer, asked.heads, queries, keys)
     for name, tensor in zip(asked.table.state, done.state, strict=True):
         if name in initial:
-            tensor.scatter_(-1, done.written, initial[name])  # of padding to a slot that stays free
+            tensor.scatter_(-1, done.written, initial[name])  # for padding, into a slot that stays free
     return initial | asked.remembered()
 
 
@@ -362,7 +362,7 @@ def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | No
     held: tuple[Tensor, ...] | None = table.store.in_place()
     if held is None:
         return None
-    # The positions of a recall store are another tensor whenever its memory is another.
+    # A recall store with new memory has a new tensor of positions.
     held = held if table.recall is None else (*held, table.recall.positions)
     return held if rotary is None else (*held, *rotary.built.get(torch.float32, ()))
 

@@ -99,8 +99,8 @@ def beyond_note(cache: CacheState) -> str | None:
     ):
         return None
     return (
-        f"{tokens:,} tokens are more than the {trained:,} this model was trained on; "
-        "read them with positions auto, or set a budget as well"
+        f"{tokens:,} tokens are more than the {trained:,} this model was trained on. "
+        "Read them with positions auto, or set a budget as well"
     )
 
 
@@ -148,7 +148,7 @@ def describe(cache: CacheState) -> str:
     return "\n".join(lines)
 
 
-MAX_ROWS: Final = 6  # of a batch, that are told one by one
+MAX_ROWS: Final = 6  # rows of a batch that are described one by one
 
 
 def facts(cache: CacheState) -> dict[str, str]:

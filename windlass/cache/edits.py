@@ -38,20 +38,20 @@ def check_pictures(cache: CacheState, step: Step) -> None:
         return
     if step.places.end > MAX_PLACE:
         raise UsageError(
-            f"a text with pictures may reach place {MAX_PLACE:,}, and this one goes on to {step.places.end:,}; shift "
+            f"a text with pictures may reach place {MAX_PLACE:,}, and this one continues to {step.places.end:,}. Shift "
             "it back, or start anew"
         )
     if cache.merge is not None:
         raise UsageError(
-            f"merge={cache.merge} averages keys, and those of a picture stand on several axes; to read pictures, make "
-            "the KVCache without merge"
+            f"merge={cache.merge} averages keys, and keys of a picture have positions on several axes. For pictures, "
+            "make the KVCache without merge"
         )
     if cache.is_rotated:
-        raise UsageError("rotated storage can't read pictures; it is there to be compared with, use KVCache")
+        raise UsageError("rotated storage is for comparisons and cannot read pictures. Use KVCache")
     if any(rotary is not None and rotary.is_length_dependent for rotary in cache.rotaries):
         raise UsageError(
             "this model's RoPE changes with the length of the text, and the keys of a picture are turned in part when "
-            "they are written; leave past_key_values out to read pictures"
+            "they are written. Leave past_key_values out to read pictures"
         )
 
 
@@ -59,7 +59,7 @@ def refuse_pictures(cache: CacheState, what: str) -> None:
     """Raises: UsageError for an edit, with the given name, of a text with pictures."""
     if has_places(cache):
         raise UsageError(
-            f"{what}: this text has pictures, whose tokens stand on several axes; reset, and read it again"
+            f"{what}: this text has pictures, whose tokens have positions on several axes. Reset, and read it again"
         )
 
 
@@ -77,19 +77,19 @@ def shifted(row: RowState, start: int, end: int, by: int) -> tuple[Picture, ...]
         return ()
     if end < row.next_position:
         raise UsageError(
-            f"shift of [{start}, {end}) in a text with pictures: all of the text from {start} on moves, or nothing; "
-            f"let the range end at {row.next_position}"
+            f"shift of [{start}, {end}) in a text with pictures: all of the text from {start} on moves, or nothing. "
+            f"Let the range end at {row.next_position}"
         )
     moved = []
     for picture in row.pictures:
         if picture.start < start < picture.stop:
             raise UsageError(
-                f"shift from {start} on would tear the picture from {picture.start} up to {picture.stop}; shift from "
+                f"shift from {start} on would tear the picture from {picture.start} up to {picture.stop}. Shift from "
                 f"{picture.start} or {picture.stop} on"
             )
         if picture.start >= start:
             first, stop = picture.start + by, picture.stop + by
-        else:  # of one that was dropped, the tokens behind it may take the positions
+        else:  # tokens behind a dropped picture may take its positions
             first, stop = min(picture.start, start + by), min(picture.stop, start + by)
         moved.append(Picture(max(first, 0), max(stop, 0), picture.offset))
     return tuple(moved)
@@ -109,7 +109,7 @@ def check_places(cache: CacheState, rows: Sequence[int], start: int, end: int, b
                 first = int(places.min())
                 raise UsageError(
                     f"shift by {by} would move a token that is read at {first} to {first + by}, and the text before it "
-                    f"reaches {least}: a picture takes fewer places than tokens; shift by {least - first} at most"
+                    f"reaches {least}: a picture takes fewer places than tokens. Shift by {least - first} at most"
                 )
 
 
@@ -143,32 +143,32 @@ def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
     counts = [whole_number("rollback's tokens", one, 0, MAX_NUMBER) for one in each]
     if len(counts) != cache.batch_size:
         raise UsageError(f"rollback takes one number, or one for each of {cache.batch_size} rows, got {len(counts)}")
-    # A row that fed fewer tokens (it had finished) can't give more than it has.
+    # A finished row fed fewer tokens, and cannot give back more.
     for row, (count, end) in enumerate(zip(counts, cache.next_positions, strict=True)):
         if count > end:
-            raise UsageError(f"rollback of {count} tokens, but row {row} stands at position {end}")
+            raise UsageError(f"rollback of {count} tokens, but row {row} is at position {end}")
         since = cache.rows.rows[row].since_edit
         if count > since:
-            raise UsageError(f"rollback of {count} tokens, but row {row} was edited {since} tokens ago; use drop")
+            raise UsageError(f"rollback of {count} tokens, but row {row} was edited {since} tokens ago. Use drop")
     if not any(counts):
         return
     for state in cache.recurrent:
         if not state.can_roll_back(counts):
             raise UsageError(
                 f"rollback of {max(counts)} tokens is not the last step, whole, which is all that {state.label} can "
-                "take back: it keeps one copy of its state; read the text again"
+                "take back: it keeps one copy of its state. Read the text again"
             )
     for layer in cache.layers:
         if not layer.can_roll_back(counts):
             raise UsageError(
-                f"rollback of {max(counts)} tokens reaches past what layer {layer.index} ({layer.policy!r}) can take "
-                "back: the last step, and before it whole steps of up to `rollback` tokens; use drop, or a KVCache "
+                f"rollback of {max(counts)} tokens is more than layer {layer.index} ({layer.policy!r}) can take "
+                "back: the last step, and before it whole steps of up to `rollback` tokens. Use drop, or a KVCache "
                 "with a larger rollback"
             )
         if not layer.holds_full_precision(counts):
             raise UsageError(
-                f"rollback of {max(counts)} tokens reaches past what store {cache.store.name} still holds exactly in "
-                f"layer {layer.index}: the last step, or `rollback` + 16 tokens; use drop, after which the tokens that "
+                f"rollback of {max(counts)} tokens is more than store {cache.store.name} still holds exactly in "
+                f"layer {layer.index}: the last step, or `rollback` + 16 tokens. Use drop, after which the tokens that "
                 "are left are read as codes, or a KVCache with a larger rollback"
             )
     rows = cache.rows.rolled_back(counts)
@@ -269,12 +269,12 @@ def _check_shift(positions: Tensor, start: int, end: int, by: int, text_end: int
         return
     low, high = int(moved.min()), int(moved.max())
     if low < 0:
-        raise UsageError(f"shift by {by} would move position {low - by} before 0; drop it first")
+        raise UsageError(f"shift by {by} would move position {low - by} before 0. Drop it first")
     if high >= text_end:
         raise UsageError(f"shift by {by} would move position {high - by} to {high}, past the text's end at {text_end}")
     if bool(((stays >= low) & (stays <= high)).any()):
         raise UsageError(
-            f"shift by {by} would move tokens onto positions {low} to {high}, where others stand; drop them"
+            f"shift by {by} would move tokens onto positions {low} to {high}, which other tokens hold. Drop those first"
         )
 
 
@@ -283,14 +283,14 @@ def _check_end(stays: Tensor, text_end: int, edit: str) -> None:
     last = int(stays.max()) if stays.numel() else -1
     if last >= text_end:
         raise UsageError(
-            f"{edit} would move the end of the text to {text_end}, but a token stays at {last}; drop it first"
+            f"{edit} would move the end of the text to {text_end}, but a token stays at {last}. Drop it first"
         )
 
 
 @no_inference_mode
 def select_rows(cache: CacheState, rows: Tensor) -> None:
     """Keep the batch rows at `rows`, in that order. A row may be named more than once."""
-    check_kind("rows", rows, Tensor, "a tensor of row numbers", "write torch.tensor([1, 0])")
+    check_kind("rows", rows, Tensor, "a tensor of row numbers", "Write torch.tensor([1, 0])")
     for row in rows.tolist():
         check_row(cache, row, "row")
     for layer in (*cache.layers, *cache.recurrent):
@@ -382,12 +382,12 @@ def arrange_rows(cache: CacheState, rows: Sequence[int | None]) -> None:
 
 def _check_alike(cache: CacheState, other: CacheState) -> None:
     if other.model_id is not cache.model_id:
-        raise UsageError("put_row: the other cache belongs to another model; make both with the same one")
+        raise UsageError("put_row: the other cache belongs to another model. Make both with the same one")
     mine, theirs = cache.options.labels(), other.options.labels()
     for name, value in mine.items():
         if theirs[name] != value:
             raise UsageError(
-                f"put_row: this cache has {name}={value!r}, the other one {theirs[name]!r}; make both alike"
+                f"put_row: this cache has {name}={value!r}, the other one {theirs[name]!r}. Make both alike"
             )
 
 
@@ -491,7 +491,7 @@ def held_positions(cache: CacheState, row: int) -> set[int]:
     return own if cache.heads is None else own.union(*cache.heads.ranks.gathered(own))
 
 
-EDIT: Final = "recompute"  # what errors call it
+EDIT: Final = "recompute"  # the name in errors
 
 
 def check_rewrite(cache: CacheState, end: int, added: CacheState | None = None) -> None:
@@ -503,22 +503,22 @@ def check_rewrite(cache: CacheState, end: int, added: CacheState | None = None) 
     refuse_edit(cache.recurrent, EDIT)
     refuse_pictures(cache, EDIT)
     if cache.is_rotated:
-        raise UsageError(f"{EDIT}: rotated storage is there to be compared with; use KVCache")
+        raise UsageError(f"{EDIT}: rotated storage is for comparisons. Use KVCache")
     if cache.merge is not None:
         raise UsageError(
-            f"{EDIT}: merge={cache.merge} lets a slot stand for several tokens, and one of them can't be written over; "
-            "make the KVCache without merge"
+            f"{EDIT}: merge={cache.merge} lets a slot stand for several tokens, and one of them can't be written over. "
+            "Make the KVCache without merge"
         )
     if cache.options.recall:
         raise UsageError(
-            f"{EDIT}: recall={cache.options.recall} keeps a second copy of each token, which would stay as it was; "
-            "make the KVCache without recall"
+            f"{EDIT}: recall={cache.options.recall} keeps a second copy of each token, which would stay as it was. "
+            "Make the KVCache without recall"
         )
     ring = cache.store.full_precision
     if ring.sinks or ring.newest:
         raise UsageError(
             f"{EDIT}: store {cache.store.name} counts the tokens that it holds exactly as they are written, and tokens "
-            f"written over would push out the newest; use {cache.store.name.partition('(')[0]}"
+            f"written over would push out the newest. Use {cache.store.name.partition('(')[0]}"
         )
     known = cache.layers if added is None else added.layers
     for mine, its in zip(cache.layers, known, strict=True):
@@ -531,7 +531,7 @@ def check_rewrite(cache: CacheState, end: int, added: CacheState | None = None) 
             beyond = f"beyond position {most} " if most else ""
             raise UsageError(
                 f'{EDIT}: positions="{cache.positions}" {beyond}reads tokens at other places than their own, which is '
-                f"known for the newest tokens only, and this text goes on to {end}; set cache.positions to "
+                f"known for the newest tokens only, and this text continues to {end}. Set cache.positions to "
                 '"original" before it, and back after it'
             )
 
@@ -559,15 +559,15 @@ def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0, 
     if len(other.by_layer) != len(cache.by_layer):
         raise UsageError(f"splice: the other cache has {len(other.by_layer)} layers, this one {len(cache.by_layer)}")
     if _heads(other) != _heads(cache):
-        raise UsageError("splice: the shares of the caches put other heads together; give both the same shares")
+        raise UsageError("splice: the shares of the caches put other heads together. Give both the same shares")
     if other.merge is not None and cache.merge != other.merge:
         raise UsageError(
             f"splice: the other cache merges tokens by {other.merge}, this one {cache.merge or 'does not'}"
         )
     if bool(cache.options.recall) != bool(other.options.recall):
         raise UsageError(
-            f"splice: this cache has recall={cache.options.recall}, the other one recall={other.options.recall}: what "
-            "one of them has evicted could not be recalled here; make both with recall, or both without"
+            f"splice: this cache has recall={cache.options.recall}, the other one recall={other.options.recall}: "
+            "evicted tokens of one of them could not be recalled here. Make both with recall, or both without"
         )
     missing = [
         said
@@ -583,7 +583,7 @@ def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0, 
     rows, end = cache.rows, cache.next_positions[row]
     at = end if at is None else whole_number("at", at, 0, end)
     if at < end and other is cache and source == row:
-        raise UsageError("splice: a row can't be put into the middle of itself; give copy.deepcopy(cache)")
+        raise UsageError("splice: a row can't be put into the middle of itself. Give copy.deepcopy(cache)")
     if at < end:
         shift(cache, at, end, other.next_positions[source], row)
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
@@ -640,5 +640,5 @@ def _check_ranks(mine: SlotLayer, theirs: SlotLayer, score_heads: int) -> None:
     if score_heads < theirs.positions.shape[1]:
         raise UsageError(
             f"splice: the other cache's policy {theirs.policy!r} kept other tokens in each head, {mine.policy!r} "
-            "holds the same in all; make this cache with a policy that ranks per head"
+            "holds the same in all. Make this cache with a policy that ranks per head"
         )

@@ -257,7 +257,7 @@ class FusedDecode:
             for log in state.logs:
                 history = history.with_record(self._record(layer, number, log, states))
             evicts = layer.budget is not None and self._held[number] + state.taken > layer.budget
-            # No record may tell any more that tokens were evicted.
+            # No record may mention evicted tokens any more.
             layer.history = history._replace(has_evicted=history.has_evicted or evicts)
             table.occupancy_bound = self._held_after(number, state.taken)
             if table.recall is not None:
@@ -333,7 +333,7 @@ def _steps_left(layer: SlotLayer, handle: KernelHandle) -> int:
     own, held = table.slots - rules.recall_room, table.occupancy_bound
     left = own - held - layer.history.reserved
     if rules.budget is not None:
-        steady = own - rules.budget - limit - 1 > 0  # a budget's worth of tokens, and what may be rolled back
+        steady = own - rules.budget - limit - 1 > 0  # the budget, and the tokens that a rollback may remove
         left = MAX_NUMBER if steady and handle.retention is not None else left
         if handle.retention is None:
             left = min(left, rules.budget - held)

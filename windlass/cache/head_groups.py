@@ -98,10 +98,10 @@ class HeadGroups:
         if call.keys.shape[1] != self.kv_heads:
             raise UsageError(
                 f"layer {self.layers[0].index} has {call.keys.shape[1]} kv heads here, and its shares are of "
-                f"{self.kv_heads}; measure this model's with `windlass calibrate --shares`"
+                f"{self.kv_heads}. Measure this model's with `windlass calibrate --shares`"
             )
         if call.attention.picker is not None:
-            raise UsageError("shares: the indexer of this model picks tokens for all heads at once; leave shares out")
+            raise UsageError("shares: the indexer of this model picks tokens for all heads at once. Leave shares out")
         states = (self.split(each) for each in (call.queries, call.keys, call.values))
         each = zip(self.layers, *states, self._calls(call.attention), strict=True)
         return self.joined([take(layer, LayerCall(q, k, v, call.step, call.mode, own)) for layer, q, k, v, own in each])

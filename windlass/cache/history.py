@@ -74,7 +74,7 @@ class History(NamedTuple):
         kept = len(records) - newest
         older = self.size - sum([record.size for record in records[max(kept, 0) :]])
         at, size, reserved, released = 0, self.size, self.reserved, list[tuple[SlotIndex, SlotIndex]]()
-        while at < kept and (older > tokens or tokens == 0):  # a step in which no row got a token takes no room
+        while at < kept and (older > tokens or tokens == 0):  # a step without tokens takes no room
             record = records[at]
             if record.evicted is not None and record.evicted_positions is not None:
                 released.append((record.evicted, record.evicted_positions))

@@ -121,7 +121,7 @@ class SlotLayer(Layer):
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
     def _part_taken(self, asked: LayerStep, is_continued: bool) -> Attended:
-        asked = asked._replace(has_evicted=self.history.has_evicted)  # the part before may have
+        asked = asked._replace(has_evicted=self.history.has_evicted)  # an earlier part may have evicted
         handle = None if self.is_shared else self.decode_kernel.of(asked)
         part = StepPart(asked, handle, is_continued=is_continued)
         return self._taken(part.backend, part)
@@ -388,16 +388,16 @@ def attend_shared(layer: SlotLayer, queries: Queries, mode: PositionMode, call: 
 
     Raises: UsageError for another sliding window than the layer's own, beyond which its tokens are gone.
     """
-    assert layer.views, "a layer whose slots are shared comes before those that share them"
+    assert layer.views, "a layer comes before the layers that share its slots"
     if call.sliding_window != layer.sliding_window:
         raise UsageError(
             f"keys and values of slots {layer.index} are shared through a sliding window of {call.sliding_window}, and "
-            f"their own layer has {layer.sliding_window}; a KVCache needs the same in both"
+            f"their own layer has {layer.sliding_window}. A KVCache needs the same in both"
         )
     views, outs, left, merges = list(layer.views), list[Tensor](), queries.shape[2], list[_MergeUndo]()
     widths = [view.step.positions.shape[1] for view in views]
     calls = call.split(widths)
-    while left:  # from the newest part back, so that each merge is undone on the way
+    while left:  # newest part first, so that each merge is undone on the way
         view, its, width = views.pop(), calls.pop(), widths.pop()
         merges.extend(_MergeUndo(layer, record) for record in layer.history.records if record.step is view.step)
         columns = min(left, width)

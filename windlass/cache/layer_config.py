@@ -62,7 +62,7 @@ class Layer(ABC):
         """Overwrite row `target` with row `source`. Earlier steps can't be rolled back after it."""
 
 
-GROWTH: Final = 64  # slots of an unbounded layer grow by half, and to a multiple of this
+GROWTH: Final = 64  # slots of an unbounded layer grow by half, up to a multiple of this
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,13 @@ class LayerConfig:
     merge: Merge | None
     limits: Limits
     budget: int | None
-    """Most tokens at rest: that of the limits, or a sliding window."""
+    """Maximum number of tokens between steps: the budget of the limits, or the sliding window if that fits in it."""
     sliding_window: int | None = None
-    """The model's own."""
+    """Length of the model's sliding window in this layer (None: no window)."""
     attention_chunk: int | None = None
-    """Likewise; see `Visibility`."""
+    """Length of the model's attention chunks in this layer (None: no chunks). See `Visibility`."""
     has_places: bool = False
-    """Return True if the text has pictures, so that it is kept of each token where it is read."""
+    """True if the text has pictures. The layer then stores the place at which each token is read."""
 
     def with_sliding_window(self, sliding_window: int | None, attention_chunk: int | None = None) -> LayerConfig:
         """Rules for a layer that attends to its newest `sliding_window` tokens, or within an `attention_chunk`."""
@@ -152,7 +152,7 @@ class LayerConfig:
         """
         needed, own = held + tokens, slots - self.recall_room
         if self.budget is not None and not defer_eviction:
-            # A prompt's steps leave room for the next one; decode gives that room back.
+            # A step of a prompt leaves room for the next step. Decode gives that room back.
             room = max(tokens, self.limits.chunk, own - self.budget)
             if longest_decode:
                 room = longest_decode + self.limits.rollback
@@ -182,7 +182,7 @@ class LayerConfig:
     @cached_property
     def visibility(self) -> Visibility:
         """Which of the held tokens a query may see, beyond causality."""
-        if self.recalls:  # what is recalled is read, however far back it stands
+        if self.recalls:  # recalled tokens are read at any distance
             return Visibility()
         if keeps_newest(self.policy) and self.budget is not None and self.merge is None and not self.is_whole_window:
             reach = self.budget - self.limits.sinks + 1

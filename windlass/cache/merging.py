@@ -108,7 +108,7 @@ def nearest_target(candidates: MergeCandidates) -> SlotIndex:
     Where the policy ranks all heads of a row alike, the mean cosine over the heads decides.
     """
     count = max(1, candidates.is_target.shape[-1] - candidates.evicted.shape[-1])  # no more slots are held
-    # Flipped, because of tokens that share a position the newest lies in the highest slot.
+    # Flipped: among tokens at one position the newest lies in the highest slot.
     flipped = candidates.positions.where(candidates.is_target, -1).flip(-1)
     positions, order = flipped.sort(dim=-1, descending=True, stable=True)
     order = flipped.shape[-1] - 1 - order
@@ -127,7 +127,7 @@ def nearest_target(candidates: MergeCandidates) -> SlotIndex:
 
 Target = Callable[[MergeCandidates], SlotIndex]
 TARGETS: dict[str, Target] = {"nearest": nearest_target, "next": next_target}
-"""A target slot for each evicted token. Where a row and head has no target at all, any slot."""
+"""Functions that choose a target slot for each evicted token. Without a target, any slot is returned."""
 
 
 def cosine_with_target(keys: SlotKeys, evicted: SlotIndex, targets: SlotIndex) -> Tensor:
@@ -195,20 +195,20 @@ class Merge(ABC):
     threshold: float = -1.0
 
     name: ClassVar[str]
-    """What a user calls it."""
+    """The rule's name in options and labels."""
 
     is_counted: ClassVar[bool] = False
-    """Return True if the logarithm of a slot's count is added to its logits."""
+    """True if attention adds the logarithm of a slot's count to its logits."""
 
     is_mean: ClassVar[bool] = True
-    """True if a slot's keys and values are weighted means over its tokens, so that tokens may join as they come."""
+    """True if a slot stores weighted means of its tokens' keys and values. Tokens may then join as they come."""
 
     weighs_by: ClassVar[str | None] = None
-    """Name of the policy's state that gives the weights; None weighs by counts."""
+    """Name of the policy's state that weights the means (None: weighted by counts)."""
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
-            raise UsageError(f"target of a merge must be one of: {', '.join(TARGETS)}; got {self.target!r}")
+            raise UsageError(f"target of a merge must be one of: {', '.join(TARGETS)}, got {self.target!r}")
         if not -1 <= real_number("threshold of a merge", self.threshold) <= 1:
             raise UsageError(f"threshold of a merge must be a cosine from -1 to 1, got {self.threshold}")
 
@@ -234,7 +234,7 @@ class Merge(ABC):
         return self.name + (f"({', '.join(words)})" if words else "")
 
 
-MIN_WEIGHT: Final = 1e-30  # weights are divided by, and that of a free slot is 0
+MIN_WEIGHT: Final = 1e-30  # least divisor, as a free slot has weight 0
 
 
 @dataclass(frozen=True)
@@ -438,19 +438,19 @@ def merge_of(spec: str | Merge | None) -> Merge | None:
     """
     if spec is None or isinstance(spec, Merge):
         return spec
-    check_kind("merge", spec, str, "a rule, its name or None", 'write merge="mean_count"')
+    check_kind("merge", spec, str, "a rule, its name or None", 'Write merge="mean_count"')
     typed = parse_spec(spec)
     if typed is None or typed.name not in MERGES:
-        raise UsageError(f"merge={spec!r} is not a rule; {use_one_of(spec, MERGES)}, or with settings: {FORM}")
+        raise UsageError(f"merge={spec!r} is not a rule. {use_one_of(spec, MERGES)}, or with settings: {FORM}")
     given: dict[str, str] = {}
     for name, value in (*(("", word) for word in typed.positional), *typed.named):
         if name not in ("", "threshold"):
-            raise UsageError(f"merge={spec!r}: {name!r} is not a setting; the only number is threshold, as in {FORM}")
+            raise UsageError(f"merge={spec!r}: {name!r} is not a setting. The only number is threshold, as in {FORM}")
         if not name and value not in TARGETS:
-            raise UsageError(f"merge={spec!r}: {value!r} is not a setting; {use_one_of(value, TARGETS)}, as in {FORM}")
+            raise UsageError(f"merge={spec!r}: {value!r} is not a setting. {use_one_of(value, TARGETS)}, as in {FORM}")
         name = name or "target"
         if name in given:
-            raise UsageError(f"merge={spec!r}: {name} is given twice; leave one out")
+            raise UsageError(f"merge={spec!r}: {name} is given twice. Leave one out")
         given[name] = value
     rule = MERGES[typed.name]()
     threshold = _cosine(spec, given["threshold"]) if "threshold" in given else rule.threshold
@@ -469,19 +469,19 @@ def checked_merge(spec: str | Merge | None, budget: int | None, store: Store, po
     joins = ACCUMULATES in policy.needs.state
     if merge is not None and joins and not merge.is_mean:
         raise UsageError(
-            f"merge={merge} takes no means, and {policy!r} joins tokens as they come by means alone; use "
+            f"merge={merge} takes no means, and {policy!r} joins new tokens by means only. Use "
             + ", ".join(name for name, rule in MERGES.items() if rule.is_mean)
         )
     if merge is not None and budget is None and not joins:
         raise UsageError(f"merge={merge} needs a budget: a cache without one evicts nothing that could be merged")
     if merge is not None and merge.weighs_by is not None and merge.weighs_by not in policy.needs.state:
         raise UsageError(
-            f"merge={merge} takes weights from the policy, and {policy!r} gives none; use policy dmc, or mean_count"
+            f"merge={merge} takes weights from the policy, and {policy!r} gives none. Use policy dmc, or mean_count"
         )
     if merge is not None and store.full_precision.sinks + store.full_precision.newest:
         raise UsageError(
-            f"merge={merge} does not go with store {store.name}: a slot that is held exactly takes no other token in; "
-            f"leave out its sinks and newest"
+            f"merge={merge} does not go with store {store.name}: a slot that is held exactly takes no other token in. "
+            f"Leave out its sinks and newest"
         )
     return merge
 

@@ -15,7 +15,7 @@ from windlass.core.fields import Option, check_fields, declared, labels_of
 from windlass.core.files import check_folder
 from windlass.core.parse import AUTO, DEFAULT_SINKS, HALF, MAX_NUMBER, NO_MERGE, NO_RECALL, NO_SHARES, PAGE, SYSTEM
 
-if TYPE_CHECKING:  # the annotations of fields are not read at run time, where names are taken in the place of objects
+if TYPE_CHECKING:  # for type checkers only: at run time fields accept names instead of objects
     from pathlib import Path
 
     from windlass.cache.merging import Merge
@@ -25,11 +25,11 @@ if TYPE_CHECKING:  # the annotations of fields are not read at run time, where n
     from windlass.positions.modes import PositionMode
     from windlass.stores.base import Store
 
-    HalfOrCount = int  # as it is held: half of the budget may be given as a word
+    HalfOrCount = int  # the number in use: `half` of the budget may be given as a word
 
 DEFAULT_RECALL_STORE: Final = "int4"
 MAX_DEFAULT_WINDOW: Final = 64
-# Names that a shell completes to, without an import of what they name; a test compares them.
+# Names for a shell's completion, which imports no policy. A test compares them with the registry.
 POLICIES: Final = (
     *("recent", "random", "h2o", "tova", "snapkv", "key_norm"),
     *("key_diff", "lag_kv", "leverage", "compactor", "r_kv", "expected_attention"),
@@ -51,11 +51,11 @@ def recall_store_of(spec: str | Store) -> Store:
 
     store = store_of(spec)
     if type(store) not in STORES.values():
-        raise UsageError(f"recall_store={store!r} is none that can be scanned; use one of: {', '.join(STORES)}")
+        raise UsageError(f"recall_store={store!r} cannot be scanned. Use one of: {', '.join(STORES)}")
     if store.full_precision.sinks or store.full_precision.newest:
         raise UsageError(
-            f"recall_store={store.name!r} asks for tokens in full precision, which a recall store does not have; "
-            f'use "plain", or leave the numbers out'
+            f"recall_store={store.name!r} asks for tokens in full precision, which a recall store does not have. "
+            f'Use "plain", or leave the numbers out'
         )
     return store
 
@@ -85,7 +85,7 @@ def policy_of(spec: str | Policy) -> Policy:
         if is_from_outside:
             check_policy(policy)
         return policy
-    check_kind("policy", spec, Policy, "a policy or its name", f"write policy={_example(spec)}")
+    check_kind("policy", spec, Policy, "a policy or its name", f"Write policy={_example(spec)}")
     return spec
 
 
@@ -111,11 +111,11 @@ def half_of(budget: int | None) -> int:
     """
     if budget is None:
         raise UsageError(
-            f"recall={HALF!r} is half of the budget, and there is none; give a budget, or leave recall out"
+            f"recall={HALF!r} is half of the budget, and there is none. Give a budget, or leave recall out"
         )
     if budget < 2 * PAGE:
         raise UsageError(
-            f"recall={HALF!r} of the budget ({budget} tokens) is less than a page ({PAGE} tokens); raise budget to at "
+            f"recall={HALF!r} of the budget ({budget} tokens) is less than a page ({PAGE} tokens). Raise budget to at "
             f"least {2 * PAGE}, or give recall a number"
         )
     return budget // 2 // PAGE * PAGE
@@ -135,7 +135,7 @@ class CacheOptions:
     budget: int | None = declared(
         Option(
             None,
-            "Most tokens that a layer keeps",
+            "Maximum number of tokens that a layer keeps",
             int,
             least=1,
             most=MAX_NUMBER,
@@ -147,7 +147,7 @@ class CacheOptions:
     policy: Policy = declared(
         Option(
             AUTO,
-            "Which tokens to keep: a name, SnapKV(pool=7), or file.py:Class",
+            "Policy that decides which tokens to keep: a name, SnapKV(pool=7), or file.py:Class",
             usual="auto, which is key_diff",
             names=POLICIES,
             metavar="NAME",
@@ -157,7 +157,7 @@ class CacheOptions:
     sinks: int | str = declared(
         Option(
             DEFAULT_SINKS,
-            "First tokens, never evicted; system: those of the system text",
+            "First tokens that are never evicted, or system for the tokens of the system text",
             int,
             most=MAX_NUMBER,
             words=(SYSTEM,),
@@ -168,7 +168,7 @@ class CacheOptions:
     window: int | None = declared(
         Option(
             None,
-            "Newest tokens, never evicted",
+            "Newest tokens that are never evicted",
             int,
             least=1,
             most=MAX_NUMBER,
@@ -179,7 +179,7 @@ class CacheOptions:
     chunk: int = declared(
         Option(
             512,
-            "Most tokens read in one step of the prompt",
+            "Maximum number of tokens of a prompt read in one step",
             int,
             least=1,
             most=MAX_NUMBER,
@@ -189,8 +189,8 @@ class CacheOptions:
     positions: PositionMode = declared(
         Option(
             AUTO,
-            "Where kept tokens are read: auto, original, compact, self_extend(group, window) or clamp(limit)",
-            usual="auto: as the model does, and so that a longer text stays within its trained length",
+            "Position mode of kept tokens: auto, original, compact, self_extend(group, window) or clamp(limit)",
+            usual="auto, which reads longer texts within the trained length",
             names=MODES,
             metavar="MODE",
             label=lambda options: str(options.positions),
@@ -203,8 +203,8 @@ class CacheOptions:
     store: Store = declared(
         Option(
             "plain",
-            "How the cache is held: plain, int8, int4, or int4(sinks=4, newest=32), whose first and newest tokens are "
-            "held in full precision",
+            "Format of cached keys and values: plain, int8, int4, or int4(sinks=4, newest=32), whose first and newest "
+            "tokens stay in full precision",
             names=STORES,
             metavar="NAME",
             label=lambda options: options.store.name,
@@ -213,9 +213,9 @@ class CacheOptions:
     merge: Merge | None = declared(
         Option(
             None,
-            "How evicted tokens are merged into kept ones: mean_count, mean, sum, pick or weighted, also as "
+            "Rule that merges evicted tokens into kept ones: mean_count, mean, sum, pick or weighted, also as "
             "mean_count(next, threshold=0.5)",
-            usual="none: they are dropped",
+            usual="none, which drops them",
             names=MERGES,
             metavar="RULE",
             label=lambda options: NO_MERGE if options.merge is None else str(options.merge),
@@ -224,9 +224,8 @@ class CacheOptions:
     recall: HalfOrCount = declared(
         Option(
             0,
-            f"Evicted tokens that each step reads again beside the budget, those that matter most to it, in a multiple "
-            f"of {PAGE}; {HALF}, or no value on the command line: half as many as the budget; all evicted tokens stay "
-            "in the host's memory",
+            f"Number of evicted tokens that each step reloads on top of the budget, a multiple of {PAGE}. {HALF}, "
+            "or no value on the command line, means half of the budget. All evicted tokens stay in the host's memory",
             int,
             most=MAX_NUMBER,
             words=(HALF,),
@@ -237,7 +236,7 @@ class CacheOptions:
     recall_store: Store = declared(
         Option(
             DEFAULT_RECALL_STORE,
-            "How evicted tokens are held for --recall: plain, int8 or int4",
+            "Format of evicted tokens for --recall: plain, int8 or int4",
             names=STORES,
             metavar="NAME",
             label=lambda options: options.recall_store.name if options.recall else NO_RECALL,
@@ -246,7 +245,7 @@ class CacheOptions:
     recall_folder: Path | None = declared(
         Option(
             None,
-            "Hold them in an unnamed file of this folder, for texts beyond the host's memory",
+            "Store evicted tokens in an unnamed file in this folder, for texts larger than the host's memory",
             usual="the host's memory",
             metavar="FOLDER",
         )
@@ -254,8 +253,8 @@ class CacheOptions:
     shares: Shares | None = declared(
         Option(
             None,
-            "How much of the budget each layer and each kv head gets, as `windlass calibrate --shares` measured it",
-            usual="all get as much",
+            "Each layer's and kv head's share of the budget, measured by `windlass calibrate --shares`",
+            usual="equal shares",
             metavar="FILE",
             label=lambda options: NO_SHARES if options.shares is None else str(options.shares),
         )
@@ -357,13 +356,13 @@ def _check_room(limits: Limits) -> None:
     if limits.budget is not None and limits.budget < least:
         raise UsageError(
             f"budget ({limits.budget} tokens) must be at least sinks ({limits.sinks}) + window ({limits.window}) + 1, "
-            f"which is {least}; raise budget, or lower sinks or window"
+            f"which is {least}. Raise budget, or lower sinks or window"
         )
     if limits.recall % PAGE:
         whole = limits.recall // PAGE * PAGE
         raise UsageError(
-            f"recall ({limits.recall} tokens) must be a multiple of {PAGE}, the tokens of a page; "
-            f"use {whole or PAGE}{f' or {whole + PAGE}' if whole else ''}"
+            f"recall ({limits.recall} tokens) must be a multiple of {PAGE}, the tokens of a page. "
+            f"Use {whole or PAGE}{f' or {whole + PAGE}' if whole else ''}"
         )
 
 
@@ -376,5 +375,5 @@ def _check_alone(policy: Policy) -> None:
     is_budgeter = find(policy, Budgeter) is not None  # type: ignore[type-abstract]  # none is made
     if is_budgeter or (one_shot is not None and one_shot.shares_budget):
         raise UsageError(
-            f"shares: {policy!r} says itself what each layer keeps; leave shares out, or give what it wraps"
+            f"shares: {policy!r} sets the budget of each layer itself. Leave shares out, or give the wrapped policy"
         )

@@ -41,7 +41,7 @@ from windlass.stores.base import Parts, Store
 PIECE: Final = 1024  # tokens of the first segment
 
 
-RECALL: Final = "recall."  # begins the names of a recall store's tensors, among all of a layer's
+RECALL: Final = "recall."  # prefix of the names of a recall store's tensors
 POSITIONS: Final = "positions"
 
 
@@ -74,9 +74,9 @@ class RecallMemory:
     def __init__(self, folder: Path | None, piece: int = PIECE, is_near: bool = False) -> None:
         self.folder, self.piece, self.is_near = folder, piece, is_near
         self.reader = torch.device("cpu")
-        """The device whose kernels read and write it; set before any token is held."""
+        """The device whose kernels read and write the memory. It is set before the first token."""
         self.segments: tuple[Segment, ...] = ()
-        self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, and what its rows are like
+        self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, its width and its dtype
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
         """A copy with memory, or a file, of its own."""
@@ -177,7 +177,7 @@ class RecallMemory:
         if self.is_near:
             return like.new_zeros(shape)
         if self.folder is None:
-            self._wait()  # what was freed may still be written to
+            self._wait()  # a kernel may still write to freed memory
             return torch.zeros(shape, dtype=like.dtype, pin_memory=self.reader.type == "cuda")
         numbers = torch.Size(shape).numel()
         size = numbers * like.itemsize
@@ -187,13 +187,13 @@ class RecallMemory:
                 mapped = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise UsageError(
-                f"recall_folder {str(self.folder)!r} has no room for {size:,} bytes more ({error.strerror}); give a "
+                f"recall_folder {str(self.folder)!r} has no room for {size:,} bytes more ({error.strerror}). Give a "
                 "folder of another disk, or recall_store='int4'"
             ) from error
         return torch.frombuffer(mapped, dtype=like.dtype, count=numbers).view(shape)
 
 
-NOWHERE: Final = -1  # the index of what is not written
+NOWHERE: Final = -1  # the index of a column that is not written
 
 
 @final
@@ -248,10 +248,10 @@ class PageDigests:
 
 
 TOKEN_INDEX: Final = "recall_index"  # state: the number of tokens written to the row before that of the slot
-CANDIDATES: Final = 256  # pages of the best digests, which are looked at token by token; more where more are recalled
-DISTANCE: Final = 128  # at which queries look for tokens, whatever their own distance
-MOVED: Final = 4096  # tokens that are taken over at once
-DECIDING: Final = 16  # the newest queries of a step, which decide what all of its queries recall
+CANDIDATES: Final = 256  # pages with the best digests, scored token by token. A larger recall takes more
+DISTANCE: Final = 128  # distance at which queries score all tokens
+MOVED: Final = 4096  # tokens that are moved at once
+DECIDING: Final = 16  # the newest queries of a step choose the tokens that all of its queries recall
 
 
 class RecallTokens(NamedTuple):
@@ -271,16 +271,16 @@ class RecallStore:
     def __init__(self, tokens: int, codec: Store, memory: RecallMemory) -> None:
         self.tokens, self.codec, self.memory = tokens, codec, memory
         self.lengths: tuple[int, ...] = ()
-        """Tokens of each row; what lies behind them is not looked at."""
+        """Number of tokens in each row. Positions behind them are not read."""
         self.device = torch.device("cpu")
-        """Where tokens are ranked: the model's device, or the host, which then is sent queries and kept tokens."""
+        """The device that ranks tokens: the model's, or the host, which then receives queries and kept tokens."""
         self.positions = torch.empty(1, 0, dtype=torch.int32)
-        """(batch, capacity): where each token stands in its text, EMPTY where it was dropped, or never written."""
+        """(batch, capacity): the position of each token in its text, EMPTY if it was dropped or never written."""
         self.last_recalled = torch.empty(1, 0, 0, dtype=torch.int32)
-        """(batch, kv_heads, recalled): the positions that the newest step read beside the slots, EMPTY for none."""
+        """(batch, kv_heads, recalled): the positions that the newest step recalled, EMPTY for none."""
         self.digests = PageDigests(codec, memory)
         self._ends = torch.empty(0, dtype=torch.int64)
-        self._ended: tuple[int, ...] | None = None  # what `_ends` has on the device
+        self._ended: tuple[int, ...] | None = None  # the numbers in `_ends`, known without a device sync
         self._scanned: tuple[tuple[Segment, ...], tuple[RecallPiece, ...]] = (), ()
 
     @property
@@ -301,7 +301,7 @@ class RecallStore:
             self.lengths = (0,) * keys.shape[0]
         ends = tuple(map(operator.add, self.lengths, counts))
         parts = self.codec.parts_of(keys, values)
-        self._grow(max(1, *ends), parts)  # the first pass may have padding alone
+        self._grow(max(1, *ends), parts)  # the first pass may have only padding
         is_token = positions >= 0
         index = (self.ends[:, None] + is_token.cumsum(1) - 1).where(is_token, NOWHERE)
         self._put(index, parts, positions)
@@ -535,7 +535,7 @@ class RecallStore:
         is_token, before = index >= 0, self.ends.clone()
         written = positions.to(torch.int32).where(is_token, EMPTY)
         self.positions.scatter_reduce_(1, index.clamp(min=0), written, "amax")  # EMPTY is below all positions
-        self._ended = None  # until the host knows, too
+        self._ended = None  # until the host knows it
         self._ends.add_(is_token.sum(1))
         self.digests.write(before, self._ends, index.shape[1], next(iter(parts.values())).shape[1])
 

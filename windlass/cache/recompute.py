@@ -162,7 +162,7 @@ def by_member(layer: SlotLayer, view: TableView, queries: Queries, call: LayerCa
         yield out, mass
 
 
-RIDGE: Final = 1e-2  # of the mean square of a kept token's probabilities: what holds a value to what it was
+RIDGE: Final = 1e-2  # ridge that ties a value to its old one, in mean squares of a kept token's probabilities
 
 
 @dataclass

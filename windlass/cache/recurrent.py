@@ -28,7 +28,7 @@ class RecurrentLayer(Layer):
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self._copies: dict[str, Tensor] = {}  # kept from pass to pass: their memory is taken once
+        self._copies: dict[str, Tensor] = {}  # reused in each pass, so that memory is allocated once
         self.before: PriorState | None = None
 
     @abstractmethod
@@ -51,7 +51,7 @@ class RecurrentLayer(Layer):
 
     def protect(self, step: Step) -> None:
         """Copy the state before `step` changes it. An earlier step can't be rolled back after it."""
-        self.before = None  # first: an interrupt may leave half a copy
+        self.before = None  # cleared first, as an interrupt may leave half a copy
         states = self.tensors()
         if any(name not in self._copies or self._copies[name].shape != state.shape for name, state in states.items()):
             self._copies = {name: torch.empty_like(state) for name, state in states.items()}
@@ -125,7 +125,7 @@ def check_columns(layers: Sequence[RecurrentLayer], rows: Sequence[RowState], ma
         if not (tokens in (0, len(columns)) or (is_left and rows[row].tokens_seen == 0)):
             where = "after its first token" if is_left else "between its tokens or behind them"
             raise UsageError(
-                f"row {row} has padding {where}, which {layers[0].label} would read into its state; pad on the left "
+                f"row {row} has padding {where}, which {layers[0].label} would read into its state. Pad on the left "
                 "of the first pass only, or let a row be padding in the whole pass, as windlass.generate does"
             )
 
@@ -135,5 +135,5 @@ def refuse_edit(layers: Sequence[RecurrentLayer], edit: str) -> None:
     if layers:
         raise UsageError(
             f"{edit}: {layers[0].label} keeps a state that every token has changed, out of which none can be taken or "
-            "moved; use rollback for the last step, or read the text again"
+            "moved. Use rollback for the last step, or read the text again"
         )

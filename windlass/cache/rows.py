@@ -15,7 +15,7 @@ from windlass.core.step import Pass, RowSinks, Step
 from windlass.core.types import QueryPositions, TokenIds, TokenMask
 
 Padding = tuple[tuple[int, int], ...] | None
-"""Ranges [start, end) of columns; None where an edit or a file left it unknown."""
+"""Ranges [start, end) of padded columns (None: unknown after an edit or in a loaded file)."""
 
 
 def extended(padding: Padding, start: int, columns: int, is_token: Sequence[bool] | None) -> Padding:
@@ -51,11 +51,11 @@ def check_mask(paddings: Sequence[Padding], mask: TokenMask) -> None:
             continue
         if expected[row, column]:
             why = (
-                "was fed as a token, which a KVCache hides no more: take it out with drop, or feed it as padding; if "
+                "was fed as a token, which a KVCache hides no more: take it out with drop, or feed it as padding. If "
                 "generate took it for padding by its id, pass an attention_mask"
             )
         else:
-            why = "was fed as padding and is not held; feed a token where it is to be seen"
+            why = "was fed as padding and is not held. Feed a token where it is to be seen"
         raise UsageError(f"attention_mask[{row}, {column}] is {int(mask[row, column])}, but this column {why}")
 
 
@@ -151,7 +151,7 @@ class RowState:
             if start < end < stop:
                 raise UsageError(
                     f"the text would end at {end}, inside of the picture from {start} up to {stop}, where no model "
-                    f"says how it goes on; end it at {start} or {stop}"
+                    f"defines the next position. End it at {start} or {stop}"
                 )
         prompts = tuple((start, min(stop, end)) for start, stop in self.prompts if start < end)
         pictures = tuple(picture for picture in self.pictures if picture.stop <= end)
@@ -332,7 +332,7 @@ class RowTable:
         flags = [is_token[at] if is_token is not None and n else None for at, n in enumerate(lengths)]
         each = zip(self.rows, lengths, prompts, flags, strict=True)
         rows = [row.fed(n, columns, prompt, own) for row, n, prompt, own in each]
-        # Rows that stand at different columns count those that come under different numbers.
+        # Rows at different columns number the coming columns differently.
         return RowTable(
             tuple(
                 new if old.columns == before or new.padding == () else replace(new, padding=None)
@@ -392,7 +392,7 @@ def check_positions(ours: QueryPositions, given: Tensor) -> None:
     if given.ndim != 2 or given.shape[1] != ours.shape[1] or given.shape[0] not in (1, ours.shape[0]):
         raise UsageError(
             f"position_ids are {tuple(given.shape)}, expected {tuple(ours.shape)} (batch, tokens): one for each new "
-            "token; leave position_ids out, for the cache knows them"
+            "token. Leave position_ids out, for the cache knows them"
         )
     is_wrong = (ours >= 0) & (given != ours)
     if bool(is_wrong.any()):
@@ -400,5 +400,5 @@ def check_positions(ours: QueryPositions, given: Tensor) -> None:
         found = int(given.expand_as(ours)[row, column])
         raise UsageError(
             f"position_ids[{row}, {column}] is {found}, but the cache continues row {row} at position "
-            f"{int(ours[row, column])}; leave position_ids out, or use rollback, drop or shift to move the text"
+            f"{int(ours[row, column])}. Leave position_ids out, or use rollback, drop or shift to move the text"
         )

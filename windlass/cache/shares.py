@@ -43,7 +43,7 @@ class Shares:
         own = tuple(None if shares is None else _numbers(shares, layer) for layer, shares in enumerate(self.layers))
         every = [share for shares in own for share in shares or ()]
         if not any(every):
-            raise UsageError("shares: no head gets anything; give at least one a number above 0")
+            raise UsageError("shares: no head gets anything. Give at least one a number above 0")
         if not (self.name.isprintable() and 0 < len(self.name) <= MAX_NAME):
             raise UsageError(f"shares: the name must be one line of at most {MAX_NAME} characters, got {self.name!r}")
         object.__setattr__(self, "layers", own)
@@ -77,14 +77,14 @@ class Shares:
 
     def check(self, model: ModelInfo) -> None:
         """Raises: UsageError where these are the shares of another model."""
-        hint = "measure this model's with `windlass calibrate --shares`"
+        hint = "Measure this model's with `windlass calibrate --shares`"
         if len(self.layers) != model.layers:
             raise UsageError(f"shares {self.name}: they are of {len(self.layers)} layers, {model.name} has "
-                             f"{model.layers}; {hint}")  # fmt: skip
+                             f"{model.layers}. {hint}")  # fmt: skip
         if self.fingerprint and self.fingerprint != model.fingerprint():
             raise UsageError(
                 f"shares {self.name} were measured on another model than this {model.name}, or in another dtype than "
-                f"{model.dtype}; {hint}"
+                f"{model.dtype}. {hint}"
             )
 
     def document(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Shares:
             ("name", "model", "fingerprint", "policy", "budget"), str
         )
         if not isinstance(document, dict) or {name: type(value) for name, value in document.items()} != kinds:
-            raise UsageError("shares: their fields are not those that windlass writes")
+            raise UsageError("shares: the fields differ from those of windlass' files")
         return cls(**document)
 
 
@@ -109,7 +109,7 @@ def _numbers(shares: object, layer: int) -> tuple[float, ...]:
         if are_shares:
             return tuple(map(float, shares))
     raise UsageError(
-        f"shares: those of layer {layer} must be numbers of at least 0, one for each kv head, or None; got {shares!r}"
+        f"shares: shares of layer {layer} must be numbers of at least 0, one for each kv head, or None, got {shares!r}"
     )
 
 
@@ -128,7 +128,7 @@ def _rounded(wanted: Sequence[float], sizes: Sequence[int], mean: int) -> list[i
 
 KIND: Final = "windlass shares"
 VERSION: Final = 1
-AGAIN: Final = "make it with `windlass calibrate MODEL TEXT --shares -o FILE`"
+AGAIN: Final = "Make it with `windlass calibrate MODEL TEXT --shares -o FILE`"
 
 
 def shares_of(spec: str | Path | Shares | None) -> Shares | None:
@@ -148,7 +148,7 @@ def write(shares: Shares, path: Path) -> None:
         with replacing(path.expanduser()) as temporary:
             temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"-o {path} cannot be written: {error.strerror}; give another name") from None
+        raise UsageError(f"-o {path} cannot be written: {error.strerror}. Give another name") from None
 
 
 def read(path: Path) -> Shares:
@@ -156,14 +156,14 @@ def read(path: Path) -> Shares:
     try:
         document = json.loads(read_bytes(path.expanduser(), f"shares {path}").decode("utf-8-sig"))
     except UsageError as error:
-        raise UsageError(f"{error}; {AGAIN}") from None
+        raise UsageError(f"{error}. {AGAIN}") from None
     except (ValueError, RecursionError):
-        raise UsageError(f"shares {path}: this is no file of shares, or a damaged one; {AGAIN}") from None
+        raise UsageError(f"shares {path}: this is no file of shares, or a damaged one. {AGAIN}") from None
     if not isinstance(document, dict) or document.pop("kind", None) != KIND:
-        raise UsageError(f"shares {path}: this is no file of shares; {AGAIN}")
+        raise UsageError(f"shares {path}: this is no file of shares. {AGAIN}")
     if (version := document.pop("version", None)) != VERSION:
-        raise UsageError(f"shares {path} has format version {version}, this windlass reads {VERSION}; {AGAIN}")
+        raise UsageError(f"shares {path} has format version {version}, this windlass reads {VERSION}. {AGAIN}")
     try:
         return replace(Shares.from_document({**document, "name": "shares"}), name=path.name)
     except UsageError as error:
-        raise UsageError(f"shares {path} is damaged: {error}; {AGAIN}") from None
+        raise UsageError(f"shares {path} is damaged: {error}. {AGAIN}") from None

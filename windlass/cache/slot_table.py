@@ -22,7 +22,7 @@ from windlass.core.types import IndexKeys, NewKeys, NewValues, QueryPositions, S
 from windlass.policies.calls import initial_writes
 from windlass.stores.base import Parts, Store, StoreSnapshot
 
-STATE: Final = "state."  # begins the names of such tensors, among all of a table's
+STATE: Final = "state."  # prefix of the names of state tensors
 STATISTICS: Final = "statistics."
 
 
@@ -35,7 +35,7 @@ class TableSnapshot(NamedTuple):
     statistics: dict[str, Tensor]
     occupancy_bound: int
     recall: RecallSnapshot | None
-    copies: list[tuple[Tensor, Tensor]]  # a tensor, and what it held; grows before anything is written
+    copies: list[tuple[Tensor, Tensor]]  # a tensor and a copy of its contents, appended before each write
 
 
 class SlotTable:
@@ -245,7 +245,7 @@ class SlotTable:
         self.positions = self.positions.index_select(0, rows)
         self.state = {name: tensor.index_select(0, rows) for name, tensor in self.state.items()}
         self.statistics = {name: tensor.index_select(0, rows) for name, tensor in self.statistics.items()}
-        self.count()  # the longest may be gone
+        self.count()  # the longest row may be gone
 
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
@@ -365,7 +365,7 @@ class TableView:
         if columns == self.step.positions.shape[1]:
             return self
         assert self.places is None, "a part of a pass with pictures"
-        if columns not in self._tails:  # made once: a step asks the device about its columns
+        if columns not in self._tails:  # made once, as it needs a device sync
             self._tails[columns] = replace(self.step, positions=self.step.positions[:, -columns:].contiguous())
         return replace(self, step=self._tails[columns])
 

@@ -42,31 +42,31 @@ class CacheState:
     """
 
     is_rotated: ClassVar[bool] = False
-    """Return True if keys are stored as the model's own rotary module rotated them."""
+    """True if keys are stored after the model's own rotary module rotated them."""
 
     expects_drafts: bool = False
-    """True if the tokens whose logits a pass asks for, but for the first, may turn out wrong and be rolled back."""
+    """True if a pass may read draft tokens: all but the first token with logits may be rolled back."""
 
     model_name: str = ""
-    """What people call the model; empty where that is not known."""
+    """The model's name (empty: unknown)."""
 
     recurrent: list[RecurrentLayer]
-    """One for each recurrent layer; where a layer of the model attends as well, both have its number."""
+    """The recurrent layers. A layer of the model that also attends has the same number in `layers`."""
 
     shared: frozenset[int] = frozenset()
-    """Which of `layers` are read by further layers of the model, too, that have no keys and values of their own."""
+    """Indices of `layers` whose keys and values other layers of the model read as their own."""
 
     key_means: list[KeyMeans | None] | None = None
-    """Per layer the mean key, for a store that asks for it."""
+    """The mean key of each layer, for a store that needs it."""
 
     heads: RankHeads | None = None
-    """Which heads this process has, where several hold the model together; None: all of them."""
+    """The heads of this process under tensor parallelism (None: all heads)."""
 
     fitting: Fitting | None = None
-    """Where a second reading of the text is for new values, what it finds; None: it is for the policy."""
+    """Sums of a second pass that fits values (None: a second pass is observed by the policy)."""
 
     divergence: Divergence | None = None
-    """What passes over tokens that are written over bring to one layer, where they are to end; None: they go on."""
+    """Inputs of the layer at which a pass over rewritten tokens ends (None: passes run to the last layer)."""
 
     def __init__(
         self, model_id: object, options: CacheOptions, rotaries: list[Rotary | None], device: torch.device
@@ -74,7 +74,7 @@ class CacheState:
         self.model_id, self.options, self.rotaries, self.device = model_id, options, rotaries, device
         self.text = Text(RowTable.at_start(options.batch))
         self._layers, self._by_layer = list[SlotLayer](), list[HeadGroups]()
-        self._fused: FusedDecode | None = None  # decode steps of which the layers do not know yet
+        self._fused: FusedDecode | None = None  # decode steps that are not yet in the layers' histories
         self.next_pass = READ
 
     @property

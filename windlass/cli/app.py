@@ -65,7 +65,7 @@ def evaluate(
         from windlass.evals.task import budget_of
 
     for budget in parse_list("--budgets", lists.budgets, lambda part: budget_of("--budgets", part).slots):
-        CacheOptions(budget=budget)  # better refused now than at the first text
+        CacheOptions(budget=budget)  # checked now rather than at the first text
     options = EvalOptions(
         model=model,
         lists=ListOptions(lists.tasks, lists.lengths, lists.of_cache, lists.depth),
@@ -137,10 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     A mistake of the user is one line on stderr and exit code 2, without a traceback.
     """
-    if sys.stderr is None:  # closed by the caller: what would have been said is lost, and no file takes its place
+    if sys.stderr is None:  # closed by the caller: messages are lost, and no file replaces them
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # until the process ends
     if sys.stdout is None:
-        return _failed("the output is closed; send it somewhere, to /dev/null if it is not wanted")
+        return _failed("the output is closed. Send it somewhere, to /dev/null if it is not wanted")
     # On a busy machine, threads that spin while they wait make every token wait for them.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
@@ -152,17 +152,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(INTERRUPTED_LINE, file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has gone; without this, Python complains once more at exit.
+        # The reader of our output has gone. Without this, Python prints another error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _failed(f"{error.filename or 'the output'}: {error.strerror}")
     except (MemoryError, RuntimeError) as error:
-        # torch tells that memory is out in a message only.
+        # torch reports a lack of memory only by its message.
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        return _failed("there is not enough memory for this; lower --budget or --chunk, or use a smaller model")
+        return _failed("there is not enough memory for this. Lower --budget or --chunk, or use a smaller model")
     return int(code or 0)
 
 
@@ -189,19 +189,19 @@ def show_help(command: take.Command = None) -> int:
 @app.command()
 def demo(
     depth: Annotated[
-        float | None, Option("--depth", min=0.0, max=1.0, help="Where the pass key is hidden; by default anywhere.")
+        float | None, Option("--depth", min=0.0, max=1.0, help="Place of the pass key in the text (default: random).")
     ] = None,
     budget: Annotated[
         int | None,
-        Option("--budget", "--max-kv-size", help="Tokens that a small cache reads in a step; by default 512 or 256."),
+        Option("--budget", "--max-kv-size", help="Tokens that a small cache reads in a step (default: 512 or 256)."),
     ] = None,
-    policy: Annotated[str, Option("--policy", metavar="NAME", help="Of rows with a budget.")] = "key_diff",
+    policy: Annotated[str, Option("--policy", metavar="NAME", help="Policy of the rows with a budget.")] = "key_diff",
     text: Annotated[
-        Path | None, Option("--text", metavar="FILE", help="Another text; by default Three Men in a Boat.")
+        Path | None, Option("--text", metavar="FILE", help="A text of your own (default: Three Men in a Boat).")
     ] = None,
     seed: take.Seed = 0,
     length: Annotated[
-        int | None, Option("--length", min=1_200, help="Tokens of the text with facts; by default 4,000 or 20,000.")
+        int | None, Option("--length", min=1_200, help="Tokens of the text with facts (default: 4,000 or 20,000).")
     ] = None,
     model: Annotated[
         str | None,
@@ -265,7 +265,7 @@ def bench(
     Tokens, keys and values are random, as speed does not depend on them. Sampling is not timed.
     """
     if is_json and table not in ("table", "json"):
-        raise UsageError(f"--json and --format {table} exclude each other; give one of them")
+        raise UsageError(f"--json and --format {table} exclude each other. Give one of them")
     if output is not None:
         check_writable(output, "-o")
     load = take.LoadOptions(dtype=dtype, device=device, weights=weights)
@@ -353,7 +353,7 @@ def policies(is_json: take.Json = False) -> int:
     if is_json:
         terminal.say(json.dumps({"policies": entries}, ensure_ascii=False) + "\n")
         return 0
-    # A pipe gets whole lines, whatever the width of a terminal.
+    # A pipe gets whole lines at any terminal width.
     console = Console(soft_wrap=True, highlight=False)
     for entry in entries:
         console.print(Text.assemble((f"{entry['name']:20}", "bold"), entry["made"]))

@@ -103,7 +103,7 @@ def memories(policy: Policy, budget: int) -> list[Memory]:
     if not recall:
         raise UsageError(
             f"budget ({budget} tokens) must be at least {2 * PAGE}: the second row recalls half of it, in pages of "
-            f"{PAGE}; raise --budget"
+            f"{PAGE}. Raise --budget"
         )
     return [Memory(policy, budget, 0), Memory(policy, budget - recall, recall)]
 
@@ -121,7 +121,7 @@ def facts_in(tokenizer: PreTrainedTokenizerBase, text: str, file: Path | None, l
     if length is None and there < LENGTH:
         return Facts(task, task.compose(random.Random(f"{seed} {TASK}"), there, task.most_units or 0))
     if length is not None and length > there:
-        raise UsageError(f"length ({length:,} tokens) is more than the {there:,} of the text; lower --length")
+        raise UsageError(f"length ({length:,} tokens) is more than the {there:,} of the text. Lower --length")
     return Facts(task, fit(SampleSpec(task, TASK, length or LENGTH, seed, 0), tokenizer).sample)
 
 
@@ -282,10 +282,10 @@ def demo(options: Options, is_json: bool) -> int:
         if not is_json:
             trained = model.config.max_position_embeddings
             where = f"at {depth:.0%} of {source}"
-            note(f"The pass key {key} is hidden {where}; the model was trained on texts of {trained:,} tokens.")
+            note(f"The pass key {key} is hidden {where}. The model was trained on texts of {trained:,} tokens.")
         is_whole = run_all(rows, (partial(read_and_ask, model, tokenizer, setup, key) for setup in setups))
     if not is_whole:
-        note("interrupted; these rows are done")
+        note("interrupted. These rows are done")
     if is_json:
         found = {"key": key, "depth": depth, "seed": options.seed, "facts": [asdict(row) for row in facts_rows]}
         say(json.dumps({**found, "rows": [asdict(row) for row in rows]}) + "\n")
@@ -397,13 +397,13 @@ def smollm2_file(name: str | None) -> Path | None:
     Raises: UsageError for another name, or for SmolLM2 where it is missing.
     """
     if name not in (None, SMOLLM2, MODEL):
-        raise UsageError(f"--model {name!r} is neither {SMOLLM2} nor {MODEL}; use one of them")
+        raise UsageError(f"--model {name!r} is neither {SMOLLM2} nor {MODEL}. Use one of them")
     if name == MODEL:
         return None
     file = gguf_file()
     if file is None or find_spec("gguf") is None:
         if name == SMOLLM2:
-            raise UsageError(f"--model {SMOLLM2} needs the model and a reader of its file; {INSTALL}")
+            raise UsageError(f"--model {SMOLLM2} needs the model and a reader of its file. Run: {INSTALL}")
         return None
     return file
 
@@ -585,13 +585,13 @@ def chat_demo(file: Path, options: Options, is_json: bool) -> int:
         note(f"Asked when all is read: {question.question.strip()}")
     is_whole = run_all(rows, (partial(read_and_reply, model, tokenizer, each, chat) for each in settings))
     if not is_whole:
-        note("interrupted; these rows are done")
+        note("interrupted. These rows are done")
     if is_json:
         found = {"model": SMOLLM2, "seed": options.seed, "depth": question.depth, "fact": question.expected[0]}
         say(json.dumps({**found, "rows": [asdict(row) for row in rows]}) + "\n")
     elif rows:
         Console().print(growth_table(rows))
         Console().print(reply_table(rows))
-        note(f"This is one example, that of --seed {options.seed}; another seed may end otherwise.")
+        note(f"This is one example, that of --seed {options.seed}. Another seed may end otherwise.")
         note(f"{RATES} has the rates of many.")
     return 0 if is_whole else INTERRUPTED

@@ -36,7 +36,7 @@ def generate(
     launch = terminal.launch_of(is_parallel, prompt, words.file, record)
     is_quiet = terminal.is_quiet(launch, loudness.is_quiet)
     if is_json and is_json_stream:
-        raise UsageError("--json and --json-stream exclude each other; give one of them")
+        raise UsageError("--json and --json-stream exclude each other. Give one of them")
     if record is not None:
         check_writable(record, "recording")
     text = terminal.read_prompt(prompt, words.file)
@@ -77,7 +77,7 @@ def chat(
     model = the_model(named.name, named.model, "model" in unset)
     if kept.keeps_system:
         if "sinks" in limits:
-            raise UsageError(f"--keep-system keeps the system text, and --sinks {limits['sinks']} a number; use one")
+            raise UsageError(f"--keep-system keeps the system text, and --sinks {limits['sinks']} a number. Use one")
         limits = limits | {"sinks": SYSTEM}
     with loading(loudness.is_quiet):
         from windlass.cli import session
@@ -119,7 +119,7 @@ def cache(
     launch = terminal.launch_of(is_parallel, prompt, words.file)
     is_quiet = terminal.is_quiet(launch, loudness.is_quiet)
     if prompt_cache is None:
-        raise UsageError("no file to write; name it with --prompt-cache FILE")
+        raise UsageError("no file to write. Name it with --prompt-cache FILE")
     check_writable(prompt_cache, "prompt cache")
     text = terminal.read_prompt(prompt, words.file)
     with loading(is_quiet):

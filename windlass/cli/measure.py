@@ -56,9 +56,9 @@ class OutputFormat:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise UsageError(f"--format {self.format!r} is unknown; {use_one_of(self.format, FORMATS)}")
+            raise UsageError(f"--format {self.format!r} is unknown. {use_one_of(self.format, FORMATS)}")
         if self.format == "json" and self.has_ratios:
-            raise UsageError("--ratios go with --format table or md; JSON has the samples of which they are made")
+            raise UsageError("--ratios goes with --format table or md. JSON has the samples instead")
 
 
 def bench(request: BenchRequest, output: Path | None, form: OutputFormat, clock: Clock = time.perf_counter) -> int:
@@ -70,12 +70,12 @@ def bench(request: BenchRequest, output: Path | None, form: OutputFormat, clock:
     """
     if output is not None:
         check_regular(output, "-o")
-        _append(output, "")  # better refused now than after the run
+        _append(output, "")  # checked now rather than after the run
     with loading():
         benchmark = Benchmark(request)
     code = 0
     try:
-        # A thread that draws would take its time from what is measured.
+        # A thread that draws would slow down the measured runs.
         with progress("runs", has_thread=False) as bars:
             bar = bars.add_task("", visible=False)
 
@@ -87,11 +87,11 @@ def bench(request: BenchRequest, output: Path | None, form: OutputFormat, clock:
     except KeyboardInterrupt:
         code = INTERRUPTED
     finally:
-        # Whatever ended it: what was measured took minutes.
+        # Measured rows took minutes, so they are shown after any error.
         _show(benchmark, output, form)
     if code:
         timed = sum(len(row.samples_s) for row in benchmark.rows)
-        note(f"interrupted; {timed} of {benchmark.runs} runs are done")
+        note(f"interrupted, {timed} of {benchmark.runs} runs are done")
     return code
 
 
@@ -114,7 +114,7 @@ def _show(benchmark: Benchmark, output: Path | None, form: OutputFormat) -> None
 
 def _print(rows: Sequence[BenchRow], conditions: Conditions, has_ratios: bool) -> None:
     """Print the values that all rows share, and a table of the rest no wider than the terminal."""
-    # A pipe gets whole lines, whatever the width of a terminal.
+    # A pipe gets whole lines at any terminal width.
     console = Console(width=None if Console().is_terminal else PIPE_WIDTH, highlight=False)
     console.print(Text(in_common(rows, conditions)))
     shown = Table(box=SIMPLE_HEAD, pad_edge=False)
@@ -145,8 +145,8 @@ LENGTH: Final = 500  # tokens of each text
 GROUPS: Final = 4  # sizes of a layer's heads, of shares
 SHOWN: Final = 5  # cheapest and dearest pairs in the summary of a calibration
 SCORER_WARNING: Final = (
-    "windlass: warning: it serves texts like those that it was fitted to; fitted to plain prose it keeps nothing of "
-    'the facts that a text is asked for: check it with `windlass eval --policies "LinearScorer(FILE)"`'
+    "windlass: warning: a scorer works on texts similar to its own. Fitted to plain prose, it keeps no facts for "
+    'questions. Check it with `windlass eval --policies "LinearScorer(FILE)"`'
 )
 
 
@@ -263,12 +263,12 @@ def _measured(bar: Bar, output: Path, measure: Callable[[Bar], Measured]) -> tup
             with bar:
                 found = measure(bar)
         except KeyboardInterrupt:
-            note(f"interrupted; {bar.told}; {output} {'stays as it was' if output.exists() else 'was not written'}")
+            note(f"interrupted, {bar.told}. {output} {'stays as it was' if output.exists() else 'was not written'}")
             return None, INTERRUPTED, output
     if bar.is_whole:
         return found, 0, output
     output = unfinished(output)
-    note(f"interrupted; {bar.told} are measured and written to {output}; the same command measures all of them anew")
+    note(f"interrupted, {bar.told} are measured and written to {output}. The same command measures all of them again")
     return found, INTERRUPTED, output
 
 
@@ -279,8 +279,8 @@ def _shares_table(shares: Shares, path: Path) -> str:
         for layer, own in enumerate(shares.layers)
     ]
     return (
-        f"{path}: of {shares.texts:,} texts, by {shares.policy} at {shares.budget}; what each kv head keeps beside "
-        f"sinks and window, in multiples of the mean\n{''.join(lines)}"
+        f"{path}: of {shares.texts:,} texts, by {shares.policy} at {shares.budget}. Each kv head's "
+        f"tokens beside sinks and window, in multiples of the mean\n{''.join(lines)}"
     )
 
 
@@ -290,8 +290,8 @@ def _scorer_table(scorer: Scorer, path: Path) -> str:
         f"  layer {layer:>3}  {'  '.join(f'{each:.2f}' for each in own)}\n" for layer, own in scorer.explained.items()
     ]
     return (
-        f"{path}: fitted to {scorer.texts:,} texts, {scorer.tokens:,} tokens; what part of the variance of the scores "
-        f"it explains in each kv head\n{''.join(lines)}"
+        f"{path}: fitted to {scorer.texts:,} texts, {scorer.tokens:,} tokens. Explained share of the variance "
+        f"of the scores in each kv head\n{''.join(lines)}"
     )
 
 
@@ -303,7 +303,7 @@ def _pairs(table: PairTable, tokenizer: PreTrainedTokenizerBase, path: Path) -> 
 
     often = [pair for pair in table.pairs if pair[2] > 1] or table.pairs
     return (
-        f"{path}: {len(table.pairs):,} pairs of {table.tokens:,} tokens; of those met more than once the cheapest\n"
+        f"{path}: {len(table.pairs):,} pairs of {table.tokens:,} tokens. Of those met more than once the cheapest\n"
         + "".join(map(shown, often[:SHOWN]))
         + "and the dearest\n"
         + "".join(map(shown, often[-SHOWN:]))
@@ -330,7 +330,7 @@ def executor_of(options: EvalOptions, asked: RayArguments, note: Callable[[str],
         yield RayExecutor(options, asked.workers, note)
 
 
-EVAL_SPEED_S: Final = 3600.0  # of the newest cases, whose speed tells the time that is left
+EVAL_SPEED_S: Final = 3600.0  # window of cases whose speed gives the remaining time
 TUNE_SPEED_S: Final = 600.0
 
 
@@ -355,10 +355,10 @@ def evaluate(options: EvalOptions, spread: RayArguments) -> int:
             say(f"{told}\n")
     done, total = sweep.counts
     if not is_whole:
-        note(f"interrupted; {done} of {total} cases are done; the same command goes on from here")
+        note(f"interrupted, {done} of {total} cases are done. The same command continues from here")
         return INTERRUPTED
     if done < total:
-        note(f"{done} of {total} cases are done; the same command tries the others again")
+        note(f"{done} of {total} cases are done. The same command tries the others again")
     return int(done < total)
 
 
@@ -372,7 +372,7 @@ def _run(sweep: Sweep, speed_s: float) -> bool:
 
 
 def _print_table(table: Table) -> None:
-    # A pipe gets whole lines, whatever the width of a terminal.
+    # A pipe gets whole lines at any terminal width.
     Console(width=None if Console().is_terminal else PIPE_WIDTH).print(table)
 
 
@@ -411,7 +411,7 @@ def tune(options: TuneOptions, spread: RayArguments) -> int:
         for line in notes:
             note(line)
         if tuning is not None:
-            note(f"{len(candidates)} candidates on texts of {length:,} tokens; results go to {options.output}")
+            note(f"{len(candidates)} candidates on texts of {length:,} tokens. Results go to {options.output}")
             is_complete = _run(tuning, TUNE_SPEED_S)
     if tuning is None:
         whole = min(candidates, key=lambda each: each.options.store.name != "plain")
@@ -425,7 +425,7 @@ def tune(options: TuneOptions, spread: RayArguments) -> int:
     if ranking:
         _print_table(_table(ranking, full))
     if not is_complete:
-        note("interrupted; the same command goes on from here")
+        note("interrupted. The same command continues from here")
         return INTERRUPTED
     say(f"{sentence(ranking, full, options.size)}\n\n    {_command(options, ranking[0])}\n")
     return 0

@@ -16,20 +16,20 @@ EvalTasks = Annotated[
     Option(
         "--tasks",
         metavar="LIST",
-        help="What is asked: passkey, niah_single, vt, multiturn, perplexity(text.txt), ..., or file.py:Class.",
+        help="Tasks: passkey, niah_single, vt, multiturn, perplexity(text.txt), ..., or file.py:Class.",
     ),
 ]
 EvalPolicies = Annotated[str, list_option(CACHE["policy"], "--policies")]
-EvalMerges = Annotated[str, list_option(CACHE["merge"], note="; none drops them")]
+EvalMerges = Annotated[str, list_option(CACHE["merge"], note=", or none to drop them")]
 EvalLengths = Annotated[
-    str, Option("--lengths", metavar="LIST", help="Tokens of a text with its question and the room for an answer.")
+    str, Option("--lengths", metavar="LIST", help="Tokens of a text, including its question and the answer.")
 ]
 EvalDepths = Annotated[
     str | None,
     Option(
         "--depth",
         metavar="LIST",
-        help="Where in the text the answer stands, from 0 to 1; by default anywhere. Only tasks with one place for it.",
+        help="Place of the answer in the text, from 0 to 1 (default: random). Only for tasks with one such place.",
         show_default=False,
     ),
 ]
@@ -39,20 +39,25 @@ EvalBatch = Annotated[
         "--batch",
         min=1,
         max=65_536,
-        help="Most texts that are read side by side, which is faster; the answers are the same. Texts that share no "
-        "budget, or ask nothing, are read alone.",
+        help="Maximum number of texts in a batch. Batches are faster, with the same answers. Texts without a common "
+        "budget or without a question are read alone.",
     ),
 ]
 IsAware = Annotated[
     bool,
     Option(
         "--aware/--blind",
-        help="Whether the question is read with the text, or comes when the text has been read and compressed.",
+        help="Read the question with the text, or after the text was read and compressed.",
     ),
 ]
 ResultsOut = Annotated[
     Path,
-    Option("--output", "-o", metavar="FILE", help="A line of JSON per answer; what is there already is not run again."),
+    Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="JSON Lines file, one line per answer. Answers that it already has are not run again.",
+    ),
 ]
 
 
@@ -70,7 +75,7 @@ class EvalLists:
     merge: EvalMerges = "none"
     positions: PositionModes = "original"
     store: StoreSpecs = "plain"
-    shares: Annotated[str, list_option(CACHE["shares"], note="; none: all get as much")] = "none"
+    shares: Annotated[str, list_option(CACHE["shares"], note=", or none for equal shares")] = "none"
     recall: Annotated[str, list_option(CACHE["recall"])] = "0"
     recall_store: Annotated[str, list_option(CACHE["recall_store"])] = "int4"
 
@@ -80,18 +85,18 @@ class EvalLists:
         return {name: typed for name, typed in vars(self).items() if name not in ("tasks", "lengths", "depth")}
 
 
-TuneText = Annotated[Path, Option("--file", "-f", metavar="FILE", help="A UTF-8 text like those that will be read.")]
+TuneText = Annotated[Path, Option("--file", "-f", metavar="FILE", help="A UTF-8 text, similar to your own texts.")]
 TuneSize = Annotated[
     str,
     Option(
         "--bytes",
         metavar="SIZE",
-        help="Most bytes that the cache holds once a text is read, as 64MiB; a chunk that is being read comes on top.",
+        help="Maximum size of the cache after reading a text, as 64MiB. The chunk being read comes on top.",
     ),
 ]
 SampleLength = Annotated[
     int | None,
-    Option("--length", min=1, max=2**30, help="Tokens of a sample; by default 2048 or more, as far as the text goes."),
+    Option("--length", min=1, max=2**30, help="Tokens of a sample (default: 2048 or more, as the text allows)."),
 ]
 TuneOut = Annotated[
     Path | None,
@@ -99,7 +104,7 @@ TuneOut = Annotated[
         "--output",
         "-o",
         metavar="FILE",
-        help="A line of JSON per answer, as `eval` writes it; by default tune-MODEL.jsonl.",
+        help="JSON Lines file as `eval` writes it (default: tune-MODEL.jsonl).",
     ),
 ]
 
@@ -113,7 +118,7 @@ class TuneArguments:
     store: StoreSpecs = "plain,int8,int4"
     merge: EvalMerges = "none"
     positions: Annotated[
-        str | None, list_option(CACHE["positions"], note="; by default as the trained length asks for")
+        str | None, list_option(CACHE["positions"], note=" (default: chosen by the trained length)")
     ] = None
     samples: Samples = 10
     length: SampleLength = None
@@ -128,22 +133,22 @@ class TuneArguments:
 
 
 CalibrationText = Annotated[
-    Path, Argument(metavar="TEXT", help="A UTF-8 text like those that will be read.", show_default=False)
+    Path, Argument(metavar="TEXT", help="A UTF-8 text, similar to your own texts.", show_default=False)
 ]
 CalibrationOut = Annotated[Path, Option("--output", "-o", metavar="FILE", help="The file to write.")]
 IsOfShares = Annotated[
     bool,
     Option(
         "--shares",
-        help="Measure how much of a budget each layer and each kv head gets, for `--shares FILE` of other commands.",
+        help="Measure each layer's and each kv head's share of a budget, for `--shares FILE` of other commands.",
     ),
 ]
 IsOfScorer = Annotated[
     bool,
     Option(
         "--scorer",
-        help="Fit weights that say of each token, as it comes, how much it will be read, for "
-        '`--policy "LinearScorer(FILE)"`; on texts like those to come.',
+        help="Fit weights that predict the attention to each token as it is read, for "
+        '`--policy "LinearScorer(FILE)"`. Use texts similar to your own.',
     ),
 ]
 Tokens = Annotated[
@@ -152,12 +157,17 @@ Tokens = Annotated[
         "--tokens",
         min=1,
         max=1_000_000_000,
-        help="Pairs: tokens of the text to measure, each with the next one; by default 20,000.",
+        help="Pairs: number of tokens to measure, each with the next token (default: 20,000).",
     ),
 ]
 Texts = Annotated[
     int | None,
-    Option("--texts", min=1, max=100_000, help="Shares, scorer: how many texts to read; by default 50, and 100."),
+    Option(
+        "--texts",
+        min=1,
+        max=100_000,
+        help="Shares, scorer: number of texts to read (default: 50 for shares, 100 for a scorer).",
+    ),
 ]
 Length = Annotated[
     int | None,
@@ -165,7 +175,7 @@ Length = Annotated[
         "--length",
         min=1,
         max=2**30,
-        help="Shares, scorer: tokens of each text; by default 500. A stretch of TEXT is one.",
+        help="Shares, scorer: tokens of each text, a stretch of TEXT (default: 500).",
     ),
 ]
 TextTasks = Annotated[
@@ -173,15 +183,19 @@ TextTasks = Annotated[
     Option(
         "--tasks",
         metavar="LIST",
-        help="Shares, scorer: texts of these tasks, as in `eval`, made of TEXT, in place of stretches.",
+        help="Shares, scorer: texts of these tasks of `eval`, made of TEXT, instead of stretches.",
     ),
 ]
 AtBudget = Annotated[
     str | None,
-    Option("--budget", metavar="BUDGET", help="Shares: 64, or a part of the text; by default 4x, a quarter."),
+    Option(
+        "--budget",
+        metavar="BUDGET",
+        help="Shares: a budget such as 64, or a part of the text (default: 4x, a quarter).",
+    ),
 ]
 ByPolicy = Annotated[
-    str | None, Option("--policy", metavar="NAME", help="Shares: whose scores decide; by default key_diff.")
+    str | None, Option("--policy", metavar="NAME", help="Shares: the policy that scores tokens (default: key_diff).")
 ]
 Groups = Annotated[
     int | None,
@@ -189,7 +203,7 @@ Groups = Annotated[
         "--groups",
         min=1,
         max=1024,
-        help="Shares: most sizes that the heads of a layer have; by default 4. 1: only layers differ.",
+        help="Shares: maximum number of different sizes among a layer's heads (default: 4). 1: only layers differ.",
     ),
 ]
 
@@ -218,17 +232,17 @@ class TextsArguments:
     def check(self, is_of_shares: bool, is_of_scorer: bool, tokens: int | None) -> None:
         """Raises: UsageError for options of another kind of calibration."""
         if is_of_shares and is_of_scorer:
-            raise UsageError("both --shares and --scorer were given; a file holds one of them: run the command twice")
+            raise UsageError("both --shares and --scorer were given. A file holds one of them: run the command twice")
         if not (is_of_shares or is_of_scorer):
             if self.given:
                 which = "--shares" if self.given[0] in self.of_shares else "--shares or --scorer"
-                raise UsageError(f"{self.given[0]} goes with {which}; leave it out, or measure shares")
+                raise UsageError(f"{self.given[0]} goes with {which}. Leave it out, or measure shares")
             return
         if is_of_scorer and self.of_shares:
-            raise UsageError(f"{self.of_shares[0]} goes with --shares, and --scorer was given; leave it out")
+            raise UsageError(f"{self.of_shares[0]} goes with --shares, and --scorer was given. Leave it out")
         if tokens is not None:
             given = "--shares" if is_of_shares else "--scorer"
-            raise UsageError(f"--tokens is for pairs, and {given} was given; use --texts and --length")
+            raise UsageError(f"--tokens is for pairs, and {given} was given. Use --texts and --length")
 
 
 LOCAL: Final = "local"
@@ -239,8 +253,8 @@ RayAddress = Annotated[
     Option(
         RAY,
         metavar="[ADDRESS]",
-        help="Spread it over workers, each with a model of its own: those of the Ray cluster at HOST:PORT, of the one "
-        "that runs here (auto), or without an address processes of this machine. Needs windlass[ray].",
+        help="Run on workers with a model each, in the Ray cluster at HOST:PORT, in a cluster running here "
+        "(auto), or without an address on this machine alone. Requires windlass[ray].",
     ),
 ]
 Workers = Annotated[
@@ -249,7 +263,7 @@ Workers = Annotated[
         "--workers",
         min=1,
         max=65_536,
-        help="How many, with --ray; by default one per GPU, or as many as there are processors for --threads each.",
+        help="Number of workers with --ray (default: one per GPU, or as many as have --threads processors each).",
     ),
 ]
 
@@ -281,12 +295,12 @@ def check_ray(asked: RayArguments) -> None:
     """Check options of Ray. Raises: UsageError for a wrong address, workers without --ray, or a missing package."""
     if asked.ray is None:
         if asked.workers is not None:
-            raise UsageError(f"--workers {asked.workers} goes with --ray; give that, too, or leave it out")
+            raise UsageError(f"--workers {asked.workers} goes with --ray. Give that, too, or leave it out")
         return
     if asked.ray not in (LOCAL, "auto") and not re.fullmatch(r"[^\s/]+:[0-9]{1,5}", asked.ray):
         raise UsageError(
-            f"--ray {asked.ray} is no address; write HOST:PORT, or auto, or put --ray last, and without one, for "
+            f"--ray {asked.ray} is no address. Write HOST:PORT, or auto, or put --ray last, and without one, for "
             "processes of this machine"
         )
     if find_spec("ray") is None:
-        raise UsageError("--ray needs Ray; pip install 'windlass[ray]'")
+        raise UsageError("--ray needs Ray. Run: pip install 'windlass[ray]'")

@@ -23,7 +23,7 @@ from windlass.core.fields import field_info
 from windlass.core.files import BYTE_ORDER_MARK
 from windlass.core.parse import DEVICES, DTYPES, WEIGHTS, check_dtype, check_weights, did_you_mean, gpu_number
 
-Unset = frozenset[str]  # of a command: the names of its parameters that nobody typed, but the environment gave
+Unset = frozenset[str]  # names of a command's parameters that came from the environment
 
 
 def expanded(command: Callable[..., int]) -> Callable[..., int]:
@@ -155,7 +155,7 @@ class CommandGroup(TyperGroup):
         if args and not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
             names = self.list_commands(ctx)
             raise UsageError(
-                f"No such command {args[0]!r}; {did_you_mean(args[0], names)}the commands are {', '.join(names)}"
+                f"No such command {args[0]!r}. {did_you_mean(args[0], names)}The commands are {', '.join(names)}"
             )
         return super().resolve_command(ctx, args)
 
@@ -227,7 +227,7 @@ def _without_mark(text: str | None) -> str | None:
 Version = Annotated[
     bool, Option("--version", "-V", callback=_show_version, is_eager=True, help="Show the version and exit.")
 ]
-Command = Annotated[str | None, Argument(metavar="COMMAND", help="Which command; by default all.")]
+Command = Annotated[str | None, Argument(metavar="COMMAND", help="Name of a command (default: all).")]
 
 ModelName = Annotated[str, Argument(metavar="MODEL", help=WHICH, show_default=False, autocompletion=models)]
 ModelArgument = Annotated[str | None, Argument(metavar="MODEL", help=WHICH, show_default=False, autocompletion=models)]
@@ -238,14 +238,14 @@ ModelOption = Annotated[
         "-m",
         metavar="MODEL",
         envvar="WINDLASS_MODEL",
-        help="The model, in place of the argument MODEL: a single argument is then the prompt.",
+        help="The model, instead of the argument MODEL. A single argument is then the prompt.",
         show_default=False,
         autocompletion=models,
     ),
 ]
 Prompt = Annotated[
     str | None,
-    Argument(metavar="PROMPT", help="The text; - or nothing reads it from a pipe.", show_default=False),
+    Argument(metavar="PROMPT", help="The text. - or no text reads it from a pipe.", show_default=False),
 ]
 PromptFile = Annotated[Path | None, Option("--file", "-f", metavar="FILE", help="Read the text from a UTF-8 file.")]
 System = Annotated[
@@ -258,23 +258,21 @@ System = Annotated[
         show_default=False,
     ),
 ]
-IsRaw = Annotated[
-    bool, Option("--raw", help="Read the prompt as it stands, without the model's chat template, if it has one.")
-]
+IsRaw = Annotated[bool, Option("--raw", help="Read the prompt unchanged, without the model's chat template.")]
 IsAppended = Annotated[
-    bool, Option("--append", help="Go on in the file that is there; it is written anew as a whole, or stays as it is.")
+    bool, Option("--append", help="Extend an existing file. It is replaced as a whole, or left unchanged.")
 ]
 
-IsQuiet = Annotated[bool, Option("--quiet", "-q", help="Only the text and errors: no notes, no progress.")]
+IsQuiet = Annotated[bool, Option("--quiet", "-q", help="Print only the text and errors, without notes and progress.")]
 IsVerbose = Annotated[
-    bool, Option("--verbose", "-v", help="Say what was chosen, what each phase took, and what the cache holds.")
+    bool, Option("--verbose", "-v", help="Print the choices made, the time of each phase, and the state of the cache.")
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 JsonStream = Annotated[
     bool,
     Option(
         "--json-stream",
-        help='Print a line of JSON for each piece of text as it comes, {"text": ..., "done": false}, then the line '
+        help='Print a line of JSON for each piece of text, {"text": ..., "done": false}, then the line '
         'of --json with "done": true.',
     ),
 ]
@@ -285,12 +283,12 @@ TableFormat = Annotated[
         "--format",
         metavar="FORMAT",
         autocompletion=names_of(("table", "md", "json")),
-        help="What is printed: a table for the eye, a Markdown table that holds everything, or a line of JSON per row.",
+        help="Output: a table for the terminal, a Markdown table with all values, or one JSON line per row.",
     ),
 ]
 JsonLines = Annotated[bool, Option("--json", help="The same as --format json.")]
 HasRatios = Annotated[
-    bool, Option("--ratios", help="Also the speeds against the first value of each list, all else being equal.")
+    bool, Option("--ratios", help="Add speeds relative to the first value of each list, all else being equal.")
 ]
 
 
@@ -330,7 +328,7 @@ class Verbosity:
     def __post_init__(self) -> None:
         """Raises: UsageError for both."""
         if self.is_quiet and self.is_verbose:
-            raise UsageError("--quiet and --verbose exclude each other; give one of them")
+            raise UsageError("--quiet and --verbose exclude each other. Give one of them")
 
 
 ESCAPES: Final = {"n": "\n", "t": "\t", "\\": "\\"}
@@ -343,21 +341,26 @@ def unescaped(typed: Sequence[str] | None) -> list[str] | None:
 
 PromptCache = Annotated[
     Path | None,
-    Option("--prompt-cache", metavar="FILE", help="Go on from this file, made by `windlass cache`; it stays as it is."),
+    Option("--prompt-cache", metavar="FILE", help="Start from this file of `windlass cache`, which is not changed."),
 ]
 PromptCacheOut = Annotated[Path | None, Option("--prompt-cache", metavar="FILE", help="The file to write.")]
-Conversation = Annotated[Path | None, Option("--load", metavar="FILE", help="Go on with what /save wrote there.")]
+Conversation = Annotated[
+    Path | None, Option("--load", metavar="FILE", help="Continue a conversation saved with /save.")
+]
 KeepsSystem = Annotated[
     bool, Option("--keep-system", help="Never evict the system text and the head of the chat template.")
 ]
 HasHistory = Annotated[
-    bool, Option("--history/--no-history", envvar="WINDLASS_HISTORY", help="Keep lines and unfinished conversations.")
+    bool,
+    Option("--history/--no-history", envvar="WINDLASS_HISTORY", help="Save input lines and unfinished conversations."),
 ]
 
-MaxTokens = Annotated[int, Option("--max-tokens", "-n", envvar="WINDLASS_MAX_TOKENS", help="Most tokens to write.")]
+MaxTokens = Annotated[
+    int, Option("--max-tokens", "-n", envvar="WINDLASS_MAX_TOKENS", help="Maximum number of tokens to write.")
+]
 Stop = Annotated[
     list[str] | None,
-    Option("--stop", metavar="TEXT", callback=unescaped, help="End before this text (\\n: a line break); repeatable."),
+    Option("--stop", metavar="TEXT", callback=unescaped, help="Stop before this text (\\n: a line break). Repeatable."),
 ]
 Seed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Same seed, same text.")]
 
@@ -367,7 +370,7 @@ Dtype = Annotated[
         "--dtype",
         envvar="WINDLASS_DTYPE",
         autocompletion=names_of(DTYPES),
-        help="auto (as the weights are), float32, bfloat16 or float16.",
+        help="auto (as the weights are stored), float32, bfloat16 or float16.",
     ),
 ]
 Weights = Annotated[
@@ -377,7 +380,7 @@ Weights = Annotated[
         metavar="NAME",
         envvar="WINDLASS_WEIGHTS",
         autocompletion=names_of(WEIGHTS),
-        help="auto (as they are), or int8 or int4 for those of linear layers, on a CPU; needs windlass[weights].",
+        help="auto (as stored), or int8 or int4 for weights of linear layers, on a CPU. Requires windlass[weights].",
     ),
 ]
 Device = Annotated[
@@ -387,33 +390,35 @@ Device = Annotated[
         metavar="NAME",
         envvar="WINDLASS_DEVICE",
         autocompletion=names_of(DEVICES),
-        help="Where the model and its cache are: cpu, cuda, cuda:1, mps; auto: the first there is of cuda, mps, cpu.",
+        help="Device of the model and its cache: cpu, cuda, cuda:1, mps, or auto (CUDA, then MPS, then CPU).",
     ),
 ]
 Threads = Annotated[
     int | None,
-    Option("--threads", min=1, max=1024, envvar="WINDLASS_THREADS", help="CPU threads; by default one per core."),
+    Option("--threads", min=1, max=1024, envvar="WINDLASS_THREADS", help="CPU threads (default: one per core)."),
 ]
 TensorParallel = Annotated[
     bool,
     Option(
         "--tensor-parallel",
-        help="All processes that torchrun started hold the model together, each its heads; see docs/parallel.md.",
+        help="Split the heads of the model over the processes of torchrun. See docs/parallel.md.",
     ),
 ]
 Shape = Annotated[
     str | None,
     Option("--shape", metavar="NAME", help="Instead of a model: random weights like 1b, 8b, 7b-mha, qwen3-next, dsv3."),
 ]
-Layers = Annotated[int | None, Option("--layers", min=1, max=1024, help="Layers of the shape; by default its own.")]
-PromptTokens = Annotated[str, Option("--prompt-tokens", "-p", metavar="LIST", help="Tokens to read; 0: none.")]
-DecodeTokens = Annotated[str, Option("--decode-tokens", "-n", metavar="LIST", help="Tokens to write; 0: none.")]
+Layers = Annotated[
+    int | None, Option("--layers", min=1, max=1024, help="Layers of the shape (default: its own number).")
+]
+PromptTokens = Annotated[str, Option("--prompt-tokens", "-p", metavar="LIST", help="Tokens to read (0: none).")]
+DecodeTokens = Annotated[str, Option("--decode-tokens", "-n", metavar="LIST", help="Tokens to write (0: none).")]
 Depths = Annotated[
     str,
-    Option("--depth", "-d", metavar="LIST", help="Tokens that came before; random keys and values stand for them."),
+    Option("--depth", "-d", metavar="LIST", help="Tokens already cached, with random keys and values."),
 ]
 Batches = Annotated[
-    str, Option("--batch", metavar="LIST", help="Texts that are read or written at once; t/s counts all of them.")
+    str, Option("--batch", metavar="LIST", help="Texts that are read or written at once. t/s counts all of them.")
 ]
 PositionModes = Annotated[str, list_option(CACHE["positions"])]
 StoreSpecs = Annotated[str, list_option(CACHE["store"])]
@@ -422,7 +427,7 @@ Storages = Annotated[
     Option(
         "--storage",
         metavar="LIST",
-        help="unrotated, or rotated: the same kernels on keys that are stored rotated.",
+        help="unrotated, or rotated: the same kernels on keys stored after RoPE.",
     ),
 ]
 Graphs = Annotated[
@@ -430,14 +435,14 @@ Graphs = Annotated[
     Option(
         "--graph",
         metavar="LIST",
-        help="on: a step of writing is recorded once and run again, and chooses its tokens; off: as it comes. "
-        "By default on where there are graphs, on a GPU.",
+        help="on records a decode step with its sampling once and replays it, off runs each step eagerly "
+        "(default: on for a GPU with graphs).",
     ),
 ]
-ThreadCounts = Annotated[str | None, Option("--threads", metavar="LIST", help="CPU threads; by default one per core.")]
-Repetitions = Annotated[int, Option("--repetitions", "-r", min=1, max=10_000, help="Runs of each row that count.")]
+ThreadCounts = Annotated[str | None, Option("--threads", metavar="LIST", help="CPU threads (default: one per core).")]
+Repetitions = Annotated[int, Option("--repetitions", "-r", min=1, max=10_000, help="Timed runs of each row.")]
 Output = Annotated[
-    Path | None, Option("--output", "-o", metavar="FILE", help="Add a line of JSON per row to this file.")
+    Path | None, Option("--output", "-o", metavar="FILE", help="Append one JSON line per row to this file.")
 ]
 
 Samples = Annotated[int, Option("--samples", min=1, max=1_000_000, help="Texts for each combination.")]
@@ -446,7 +451,8 @@ Results = Annotated[
     Argument(metavar="RESULTS...", help="Files that `windlass eval` wrote, of one model.", show_default=False),
 ]
 Page = Annotated[
-    Path, Option("--output", "-o", metavar="FILE", help="The page; figures go to a folder beside it, named after it.")
+    Path,
+    Option("--output", "-o", metavar="FILE", help="The page. Its figures go to a folder with the same name beside it."),
 ]
 
 
@@ -486,7 +492,7 @@ class BenchCacheLists:
 
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-NO_MODEL = "no model; name one first, with -m, or in WINDLASS_MODEL (`windlass demo` brings its own)"
+NO_MODEL = "no model. Name one first, with -m, or in WINDLASS_MODEL (`windlass demo` brings its own)"
 
 
 def the_model(name: str | None, model: str | None, is_default: bool) -> str:
@@ -497,7 +503,7 @@ def the_model(name: str | None, model: str | None, is_default: bool) -> str:
     Raises: UsageError when there is none, or two were typed.
     """
     if name is not None and model is not None and not is_default:
-        raise UsageError(f"two models, {name} and -m {model}; give one of them")
+        raise UsageError(f"two models, {name} and -m {model}. Give one of them")
     chosen = model if name is None else name
     if chosen is None:
         raise UsageError(NO_MODEL)
@@ -517,18 +523,18 @@ def model_and_prompt(
     """
     if first is None or (first is not None and second is not None):
         if second is not None and model is not None and not is_default:
-            raise UsageError(f"-m {model}, and two words more, {first!r} and {second!r}; quote a prompt of many words")
+            raise UsageError(f"-m {model}, and two words more, {first!r} and {second!r}. Quote a prompt of many words")
         return the_model(first, model, is_default), second
     if model is None:
         if any(map(str.isspace, first)) and not Path(first).exists():
-            raise UsageError(f"{NO_MODEL}; {_short(first)} looks like a prompt")
+            raise UsageError(f"{NO_MODEL}. {_short(first)} looks like a prompt")
         return first, None
     if not is_default:
         return model, first
     if has_file or _is_folder(first):
         return first, None
     if HUB_NAME.fullmatch(first):
-        raise UsageError(f"{first} can be a model or a prompt; write -m {first}, or -m {model} {first}")
+        raise UsageError(f"{first} can be a model or a prompt. Write -m {first}, or -m {model} {first}")
     return model, first
 
 

@@ -23,24 +23,26 @@ if TYPE_CHECKING:
 NEEDED: Final = ("fastapi", "uvicorn", "llguidance", "prometheus_client")
 BUDGET: Final = 1024
 
-Rows = Annotated[int, Option("--rows", min=1, max=1024, envvar="WINDLASS_ROWS", help="Texts that are served at once.")]
+Rows = Annotated[
+    int, Option("--rows", min=1, max=1024, envvar="WINDLASS_ROWS", help="Number of requests that are served at once.")
+]
 Kinds = Annotated[
     list[str] | None,
     Option(
         "--kind",
         metavar="ROWS",
-        help="Further rows, as rows=2,budget=4096,policy=snapkv: what is not named is as in the others; repeatable.",
+        help="Add rows with different options, as rows=2,budget=4096,policy=snapkv. The rest is inherited. Repeatable.",
     ),
 ]
-Host = Annotated[str, Option("--host", help="The address to listen on; others than this machine's need a key.")]
-Port = Annotated[int, Option("--port", min=0, max=65535, help="The port to listen on; 0: any that is free.")]
+Host = Annotated[str, Option("--host", help="The address to listen on. Addresses beyond this machine require a key.")]
+Port = Annotated[int, Option("--port", min=0, max=65535, help="The port to listen on (0: any free port).")]
 Keys = Annotated[
     list[str] | None,
     Option(
         "--api-key",
         metavar="KEY",
         envvar="WINDLASS_API_KEY",
-        help="Ask for this key with each request; repeatable. Better in the environment, where others do not see it.",
+        help="Require this key in each request. Repeatable. In the environment, other users cannot see it.",
     ),
 ]
 Origins = Annotated[
@@ -48,30 +50,37 @@ Origins = Annotated[
     Option(
         "--allow-origin",
         metavar="ORIGIN",
-        help="Let pages of this origin, as https://app.example, read answers in a browser; repeatable; *: all pages.",
+        help="Let pages of this origin, as https://app.example, read answers in a browser (*: all pages). Repeatable.",
     ),
 ]
-Name = Annotated[str | None, Option("--name", help="The model's name for clients; by default that of its folder.")]
+Name = Annotated[str | None, Option("--name", help="The model's name for clients (default: the name of its folder).")]
 Queue = Annotated[int, Option("--queue", min=0, max=100_000, help="Requests that may wait for a row.")]
-MostTokens = Annotated[int, Option("--max-tokens", "-n", min=1, help="Most tokens that a request may write.")]
+MostTokens = Annotated[
+    int, Option("--max-tokens", "-n", min=1, help="Maximum number of tokens that a request may write.")
+]
 MostSeconds = Annotated[
     float | None,
-    Option("--max-seconds", min=0.001, max=1e6, help="Longest time of a request, the queue included; by default any."),
+    Option("--max-seconds", min=0.001, max=1e6, help="Request timeout, including time in the queue (default: none)."),
 ]
-MostPrompt = Annotated[int, Option("--max-prompt", min=1, help="Most tokens that a prompt may have.")]
+MostPrompt = Annotated[int, Option("--max-prompt", min=1, help="Maximum number of tokens in a prompt.")]
 Reuse = Annotated[
     str | None,
-    Option("--reuse", metavar="SIZE", help="Memory for the beginnings of prompts, as 64MiB: each is then read once."),
+    Option(
+        "--reuse",
+        metavar="SIZE",
+        help="Memory for cached prefixes of prompts, as 64MiB. Each prefix is then read once.",
+    ),
 ]
 ReuseFolder = Annotated[
     Path | None,
-    Option("--reuse-folder", metavar="DIR", help="Keep them in files of this folder, too; the next server has them."),
+    Option("--reuse-folder", metavar="DIR", help="Also save cached prefixes in this folder, for the next server."),
 ]
 Disk = Annotated[
-    str | None, Option("--disk", metavar="SIZE", help="Most bytes of all files in --reuse-folder; by default 1GiB.")
+    str | None, Option("--disk", metavar="SIZE", help="Maximum size of all files in --reuse-folder (default: 1GiB).")
 ]
 IsShown = Annotated[
-    bool, Option("--view", help="Show on the page at / what each text's cache holds, to all who may send requests.")
+    bool,
+    Option("--view", help="Show the cached tokens of each text on the page at /, to everybody who may send requests."),
 ]
 Replicas = Annotated[
     int | None,
@@ -79,11 +88,11 @@ Replicas = Annotated[
         "--replicas",
         min=1,
         max=4096,
-        help="As many processes, each with a model of its own, behind one address; through Ray, see --ray.",
+        help="Number of processes with a model each, behind one address. Uses Ray, see --ray.",
     ),
 ]
 StopSeconds = Annotated[
-    float, Option("--stop-seconds", min=0, max=3600, help="Time for requests under way, once the server is to end.")
+    float, Option("--stop-seconds", min=0, max=3600, help="Time for running requests to finish when the server stops.")
 ]
 
 
@@ -158,22 +167,22 @@ def check_extra() -> None:
     """Raises: UsageError where the packages that serve are not installed."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise UsageError(f"`windlass serve` needs {', '.join(missing)}; pip install 'windlass[serve]'")
+        raise UsageError(f"`windlass serve` needs {', '.join(missing)}. Run: pip install 'windlass[serve]'")
 
 
 def check_replicas(asked: ServeArguments, is_parallel: bool) -> None:
     """Raises: UsageError for options of replicas that do not go together."""
     if asked.replicas is None:
         if asked.ray is not None:
-            raise UsageError("--ray goes with --replicas; say how many")
+            raise UsageError("--ray goes with --replicas. Say how many")
         return
     check_ray(RayArguments(asked.ray or LOCAL))
     if asked.is_shown:
-        raise UsageError("--view shows one server, and --replicas makes several; leave one of them out")
+        raise UsageError("--view shows one server, and --replicas makes several. Leave one of them out")
     if asked.reuse_folder is not None:
-        raise UsageError("--reuse-folder is of one server, and --replicas makes several; leave one of them out")
+        raise UsageError("--reuse-folder is of one server, and --replicas makes several. Leave one of them out")
     if is_parallel:
-        raise UsageError("--tensor-parallel and --replicas can't be combined; leave one of them out")
+        raise UsageError("--tensor-parallel and --replicas can't be combined. Leave one of them out")
 
 
 def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "ServeOptions":
@@ -185,7 +194,7 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "Serve
     first: dict[str, Any] = {"budget": BUDGET, "sinks": SYSTEM} | limits
     options, kinds = cache_options(first), kinds_of(asked.kinds or (), first)
     if asked.disk is not None and asked.reuse_folder is None:
-        raise UsageError(f"--disk {asked.disk} is of files in --reuse-folder; name a folder, or leave it out")
+        raise UsageError(f"--disk {asked.disk} is of files in --reuse-folder. Name a folder, or leave it out")
     is_folder = Path(model).expanduser().exists()
     return ServeOptions(
         name=asked.called or (Path(model).expanduser().resolve().name if is_folder else model),
@@ -236,10 +245,10 @@ def serve_replicas(model: str, load: LoadOptions, options: "ServeOptions", count
 RecordingFile = Annotated[
     Path, Argument(metavar="FILE", help="A recording, of `windlass generate --record`.", show_default=False)
 ]
-PagePort = Annotated[int, Option("--port", min=0, max=65535, help="Of 127.0.0.1; 0 takes any that is free.")]
+PagePort = Annotated[int, Option("--port", min=0, max=65535, help="The port on 127.0.0.1 (0: any free port).")]
 Record = Annotated[
     Path | None,
-    Option("--record", metavar="FILE", help="Record what the cache holds after each step, for `windlass view`."),
+    Option("--record", metavar="FILE", help="Record the cached tokens after each step, for `windlass view`."),
 ]
 
 

@@ -74,14 +74,14 @@ def recording(path: Path | None, cache: CacheState, tokenizer: PreTrainedTokeniz
         return
     with Recorder(path, cache, tokenizer=tokenizer) as recorder:
         yield recorder.step
-    note(f"{path} written; `windlass view {path}` shows it")
+    note(f"{path} written. `windlass view {path}` shows it")
 
 
 HALF_PRECISION = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 EVICTION_COST: Final = (
-    "on SmolLM2-135M, KeyDiff found 2 of 24 facts in 1,000 tokens of novels with 250 slots, 20 with 130 slots and "
+    "On SmolLM2-135M, KeyDiff found 2 of 24 facts in 1,000 tokens of novels with 250 slots, 20 with 130 slots and "
     "--recall 120, and the full cache 19 (docs/results/smollm2.md)"
 )
 
@@ -112,7 +112,7 @@ def eviction_cost(cache: KVCache) -> str | None:
     tokens, budget, options = max(cache.tokens_seen), cache.budget, cache.options
     if budget is None or tokens <= 2 * budget or options.recall or options.merge is not None:
         return None
-    return f"{tokens - budget:,} of {tokens:,} tokens are evicted, and their facts with them; {EVICTION_COST}"
+    return f"{tokens - budget:,} of {tokens:,} tokens are evicted, and their facts with them. {EVICTION_COST}"
 
 
 def chosen(cache: KVCache, given: Collection[str]) -> str | None:
@@ -127,7 +127,7 @@ def chosen(cache: KVCache, given: Collection[str]) -> str | None:
     if trained is not None and end > trained and str(cache.positions) == AUTO:
         parts.append(f"read as {reading_now(cache)} (--positions), because this model was trained on {trained:,}")
     if parts:
-        return f"{tokens:,} tokens: " + "; ".join(parts)
+        return f"{tokens:,} tokens: " + ", and ".join(parts)
     return beyond_note(cache)
 
 
@@ -135,7 +135,7 @@ def dtype_note(asked: str, dtype: torch.dtype, device: torch.device) -> str | No
     """A note that a CPU computes in half precision because weights are stored so, or None if not needed."""
     if asked != AUTO or device.type != "cpu" or dtype not in HALF_PRECISION:
         return None
-    return f"computed in {HALF_PRECISION[dtype]}, as the weights are stored; --dtype float32 is more exact"
+    return f"computed in {HALF_PRECISION[dtype]}, as the weights are stored. --dtype float32 is more exact"
 
 
 class OutputMode(Enum):
@@ -210,9 +210,9 @@ def open_session(
     is_half = given.get("recall") == HALF
     if path is None:
         asked = cache_options(given)
-    else:  # numbers are checked together, and those that were not given are the file's
+    else:  # numbers are checked together, and the file supplies the missing ones
         if not path.exists():
-            raise UsageError(f"prompt cache {path} is not there; make it with `windlass cache`")
+            raise UsageError(f"prompt cache {path} is not there. Make it with `windlass cache`")
         check_regular(path, "prompt cache")
         own = {*numbers, "recall"} if is_half else {*numbers}
         asked = CacheOptions(**{name: value for name, value in given.items() if name not in own})
@@ -234,7 +234,7 @@ def open_session(
     wanted = {name: label for name, label in (asked.labels() | numbers).items() if name in given}
     _check_same(path, wanted, cache.options.labels())
     if "shares" in given and asked.shares != cache.options.shares:
-        raise UsageError(f"--shares {asked.shares} are not those that {path} was made with; leave them out")
+        raise UsageError(f"--shares {asked.shares} differs from the shares of {path}. Leave it out")
     if "positions" in given:
         cache.positions = asked.positions
     return Session(model, tokenizer, cache, frozenset(given), load_s)
@@ -244,7 +244,7 @@ def _check_same(path: Path, wanted: Mapping[str, object], made: Mapping[str, obj
     """Raises: UsageError for an option that is another one than that of the prompt cache."""
     for name, label in wanted.items():
         if name not in ("policy", "positions", "recall_folder") and label != made[name]:
-            raise UsageError(f"--{name} {label} contradicts {path}, made with {name} {made[name]}; leave it out")
+            raise UsageError(f"--{name} {label} contradicts {path}, made with {name} {made[name]}. Leave it out")
 
 
 def generate(
@@ -279,7 +279,7 @@ def generate(
         done = {"done": True} if shown is OutputMode.JSON_STREAM else {}
         say(json.dumps(asdict(stream.result) | labels(session.cache) | done, ensure_ascii=False) + "\n")
     Choices(session.cache, session.given).tell()
-    note(("interrupted; " if code else "") + speeds(stream.result, bar))
+    note(("interrupted, " if code else "") + speeds(stream.result, bar))
     return code, stream.result
 
 
@@ -292,7 +292,7 @@ def fed(session: Session, prompt: str, asked: PromptInput) -> str:
     """
     system, tokenizer = asked.system, session.tokenizer
     if asked.is_raw and system is not None:
-        raise UsageError("--system is a message of the chat template, which --raw leaves out; give one of them")
+        raise UsageError("--system is a message of the chat template, which --raw leaves out. Give one of them")
     keep_system(session.cache, tokenizer, None if asked.is_raw else templates.of_system(system))
     if asked.is_raw or (system is None and not templates.has_template(tokenizer)):
         return prompt
@@ -300,7 +300,7 @@ def fed(session: Session, prompt: str, asked: PromptInput) -> str:
     if not any(session.cache.tokens_seen):
         return templates.begun(tokenizer, prompt, system) if asked.is_begun else templates.opening(tokenizer, opened)
     if system is not None:
-        raise UsageError("--system comes before the text of a prompt cache; give it to `windlass cache` instead")
+        raise UsageError("--system comes before the text of a prompt cache. Give it to `windlass cache` instead")
     standing, ended_with = templates.standing(tokenizer, (session.cache.tokens or [[]])[0])
     if standing == "user":
         return prompt if asked.is_begun else templates.rest(tokenizer, prompt)
@@ -367,9 +367,9 @@ def say_chosen(session: Session, asked: PromptInput) -> None:
     note(f"model: {name}, {type(model).__name__}, {millions:,.2f} M parameters, {dtype} on {device}{threads}")
     note("cache: " + ", ".join(f"{option} {'all' if value is None else value}" for option, value in labels))
     if not templates.has_template(session.tokenizer):
-        note("prompt: as it stands; this model has no chat template")
+        note("prompt: unchanged, as this model has no chat template")
     else:
-        note(f"prompt: {'as it stands (--raw)' if asked.is_raw else 'in the chat template of the model'}")
+        note(f"prompt: {'unchanged (--raw)' if asked.is_raw else 'in the chat template of the model'}")
 
 
 def say_done(session: Session, result: Result) -> None:
@@ -380,7 +380,7 @@ def say_done(session: Session, result: Result) -> None:
         phases.append(f"prefill {read / result.prefill_tokens_per_s:.2f} s")
     if result.decode_tokens_per_s:
         phases.append(f"decode {written / result.decode_tokens_per_s:.2f} s")
-    note(f"times: {', '.join(phases)}; ended by {result.finish_reason}")
+    note(f"times: {', '.join(phases)}. Ended by {result.finish_reason}")
     note(session.cache.describe())
 
 
@@ -396,7 +396,7 @@ def save_cache(session: Session, prompt: str, asked: PromptInput, path: Path, is
     if started is not None:
         source, cache = started
         read = cache.tokens_seen[0] - before
-        note(f"{source} holds the first {read:,} of {len(ids):,} tokens; going on from there")
+        note(f"{source} holds the first {read:,} of {len(ids):,} tokens. Continuing from there")
         session, ids = replace(session, cache=cache), ids[read:]
     cache = session.cache
     held = cache.tokens_seen[0]
@@ -417,7 +417,7 @@ def save_cache(session: Session, prompt: str, asked: PromptInput, path: Path, is
         numbers = {"path": str(path), "prompt_tokens": len(ids), "prefill_tokens_per_s": bar.tokens_per_s}
         say(json.dumps(numbers | {"file_bytes": size} | labels(cache), ensure_ascii=False) + "\n")
     after = f" after {held:,}" if held else ""
-    note(f"prefill {len(ids):,} tokens{after}, {per_s(bar.tokens_per_s)}; {path} written, {in_units(size)}")
+    note(f"prefill {len(ids):,} tokens{after} at {per_s(bar.tokens_per_s)}, {path} written, {in_units(size)}")
     return 0
 
 
@@ -439,7 +439,7 @@ def _started(session: Session, ids: list[int], path: Path) -> tuple[Path, KVCach
                 recall_folder=cache.options.recall_folder,
                 tokenizer=session.tokenizer,
             )
-        except WindlassError:  # another file, which is written anew
+        except WindlassError:  # another file, which will be replaced
             continue
         read = found.tokens_seen[0] - before
         is_alike = found.options.labels() == cache.options.labels() and found.options.shares == cache.options.shares
@@ -460,15 +460,15 @@ def _interrupted(session: Session, path: Path, source: Path | None, before: int,
     read = cache.tokens_seen[0] - before
     if not read or cache.heads is not None:
         left = "stays as it was" if path.exists() else "was not written"
-        return f"interrupted; prefill {read:,} of {total:,} tokens; {path} {left}"
+        return f"interrupted, prefill {read:,} of {total:,} tokens. {path} {left}"
     file = source or unfinished(path)
     cache.save(file, tokenizer=session.tokenizer)
-    again = "the same command goes on from there"
+    again = "The same command continues from there"
     if _chooses_at_the_end(cache):
-        again = f"the same command reads all again, because {cache.policy!r} chooses at the end of a text"
+        again = f"The same command reads all again, because {cache.policy!r} chooses at the end of a text"
     after = f" after {before:,}" if before else ""
-    left = "" if file == path else f"{path} stays as it was; "
-    return f"interrupted; {left}{file} holds the first {read:,} of {total:,} tokens{after}; {again}"
+    left = "" if file == path else f"{path} stays as it was. "
+    return f"interrupted. {left}{file} holds the first {read:,} of {total:,} tokens{after}. {again}"
 
 
 def _chooses_at_the_end(cache: KVCache) -> bool:
@@ -491,7 +491,7 @@ def show(path: Path, tokenizer: str | None, is_json: bool) -> int:
         header, tensors = prompt_cache.read(path, _checked)
         told = facts(path, header, tensors)
     except InconsistentFile as error:
-        raise PromptCacheError(f"{path} is damaged: {error}; {AGAIN}") from None
+        raise PromptCacheError(f"{path} is damaged: {error}. {AGAIN}") from None
     if tokenizer is not None and IDS in tensors:
         ids, decode = tensors[IDS].clamp(min=0).tolist(), load_tokenizer(tokenizer).decode
         first, last = decode(ids[:SHOWN_TOKENS]), decode(ids[-SHOWN_TOKENS:])
@@ -588,12 +588,12 @@ def _kind(
         if make is None or not sign or name in given:
             near = did_you_mean(name, parsers) if make is None else ""
             raise UsageError(
-                f"{KIND} {typed!r}: {part!r} is not one of {', '.join(parsers)}, each once and with a value; {near}"
-                "write rows=2,budget=4096,policy=snapkv"
+                f"{KIND} {typed!r}: {part!r} is not one of {', '.join(parsers)}, each once and with a value. {near}"
+                "Write rows=2,budget=4096,policy=snapkv"
             )
         given[name] = make(value)
     if "rows" not in given:
-        raise UsageError(f"{KIND} {typed!r} says nothing of its rows; write rows=2,budget=4096,policy=snapkv")
+        raise UsageError(f"{KIND} {typed!r} gives no number of rows. Write rows=2,budget=4096,policy=snapkv")
     rows = given.pop("rows")
     try:
         return rows, CacheOptions(**{**first, **given})

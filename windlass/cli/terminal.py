@@ -60,14 +60,14 @@ def end_at_ctrl_c() -> None:
         signal.signal(signal.SIGINT, _end)
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  # what Python gives
+def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  # Python passes it
     start = CLEAR if os.isatty(2) else ""
-    os.write(2, f"{start}{INTERRUPTED_LINE}\n".encode())  # `print` may be what was interrupted
+    os.write(2, f"{start}{INTERRUPTED_LINE}\n".encode())  # the signal may have interrupted `print`
     os._exit(INTERRUPTED)
 
 
 HUB_IS_QUIET = "HF_HUB_DISABLE_PROGRESS_BARS"  # read when huggingface_hub is imported, which is later
-# A note is said from many places, to which how loud a command is would have to be told.
+# A context variable, because notes come from many places.
 _QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
 
 
@@ -132,7 +132,7 @@ class Bar:
         self.done, self.total, self._latest = done, total, time.perf_counter()
         self._progress.update(self._task, completed=done, total=total)
         if done == total:
-            # The text that follows must not be drawn over by the bar's own thread.
+            # The bar's own thread must not overwrite the text that follows.
             self._progress.stop()
 
     @property
@@ -158,8 +158,8 @@ def speeds(result: Result, bar: Bar) -> str:
         read = f"{bar.done:,} of {read}"
     speed = result.prefill_tokens_per_s or bar.tokens_per_s
     return (
-        f"prefill {read} tokens, {per_s(speed)}; "
-        f"decode {len(result.tokens):,} tokens, {per_s(result.decode_tokens_per_s)}; "
+        f"prefill {read} tokens at {per_s(speed)}, "
+        f"decode {len(result.tokens):,} tokens at {per_s(result.decode_tokens_per_s)}, "
         f"{in_units(result.bytes_held)} held"
     )
 
@@ -198,14 +198,14 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     Raises: UsageError when there is none, more than one, or it is not UTF-8.
     """
     if prompt is not None and file is not None:
-        raise UsageError("both a prompt and --file were given; use one of them")
+        raise UsageError("both a prompt and --file were given. Use one of them")
     if file is not None and str(file) != "-":
         return read_text(file, f"prompt file {file}")
     if prompt is not None and prompt != "-":
-        # What the shell passes is decoded with stand-ins for bytes that are not UTF-8.
+        # Python decodes an argument with stand-ins for bytes that are not UTF-8.
         return decoded(prompt.encode("utf-8", "surrogateescape"), "the prompt")
     if sys.stdin is None or sys.stdin.isatty():
-        raise UsageError("no prompt; give it as an argument, with --file, or through a pipe")
+        raise UsageError("no prompt. Give it as an argument, with --file, or through a pipe")
     return decoded(read_limited(sys.stdin.buffer.read, "the prompt on stdin"), "the prompt on stdin")
 
 
@@ -298,9 +298,9 @@ def launch_of(
         return None
     launch = Launch.of(os.environ)
     if (prompt is None and file is None) or prompt == "-" or str(file) == "-":
-        raise UsageError("--tensor-parallel: processes share one stdin; give the prompt as an argument, or with --file")
+        raise UsageError("--tensor-parallel: processes share one stdin. Give the prompt as an argument, or with --file")
     if record is not None:
-        raise UsageError("--record: each of the processes of --tensor-parallel has some heads only; leave it out")
+        raise UsageError("--record: each of the processes of --tensor-parallel has some heads only. Leave it out")
     return launch
 
 
@@ -329,8 +329,8 @@ def first_speaks(launch: Launch | None) -> Iterator[None]:
             if not is_lost(error):
                 raise
             raise WindlassError(
-                f"rank {launch.number} of {launch.size} has lost another one, which has ended or does not answer: what "
-                "was written is all there is; start all of them again"
+                f"rank {launch.number} of {launch.size} has lost another one, which has ended or does not answer. "
+                "The written text is all there is. Start all of them again"
             ) from error
 
 
@@ -390,7 +390,7 @@ def as_interrupts(is_wanted: bool = True) -> Iterator[None]:
             signal.signal(each, signal.SIG_DFL)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  # what Python gives
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  # Python passes it
     raise KeyboardInterrupt
 
 

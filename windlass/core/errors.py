@@ -43,7 +43,7 @@ class WindlassWarning(UserWarning):
 
 
 BUILTIN = (str, bytes, Real, list, tuple, dict, set, type(None))
-MAX_SHOWN = 60  # signs of a value in an error
+MAX_SHOWN = 60  # characters of a value in an error
 
 
 def shown(value: object) -> str:
@@ -61,7 +61,7 @@ def shown(value: object) -> str:
 def check_kind(name: str, value: object, kinds: type | tuple[type, ...], wanted: str, way_out: str = "") -> None:
     """Raises: UsageError where `value` is of none of `kinds`: `name` must be `wanted`."""
     if not isinstance(value, kinds):
-        raise UsageError(f"{name} must be {wanted}, got {shown(value)}" + (f"; {way_out}" if way_out else ""))
+        raise UsageError(f"{name} must be {wanted}, got {shown(value)}" + (f". {way_out}" if way_out else ""))
 
 
 def whole_number(name: str, value: object, least: int, most: int, otherwise: str = "") -> int:
@@ -70,7 +70,7 @@ def whole_number(name: str, value: object, least: int, most: int, otherwise: str
     Raises: UsageError if it is no whole number (64.0 and True are none), or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        hint = f"; write {round(value)}" if isinstance(value, float) and value.is_integer() else ""
+        hint = f". Write {round(value)}" if isinstance(value, float) and value.is_integer() else ""
         raise UsageError(f"{name} must be a whole number from {least} to {most}{otherwise}, got {shown(value)}{hint}")
     number = int(value)
     if not least <= number <= most:

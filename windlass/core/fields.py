@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from windlass.core.errors import UsageError, real_number, whole_number
 
-KEY: Final = "option"  # of a field's metadata
+KEY: Final = "option"  # key of the option in a field's metadata
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Option:
         if self.kind is int:
             if self.words and isinstance(value, str):
                 words = " or ".join(map(repr, self.words))
-                raise UsageError(f"{self.name} must be a whole number from {self.least}, or {words}; got {value!r}")
+                raise UsageError(f"{self.name} must be a whole number from {self.least}, or {words}, got {value!r}")
             return whole_number(self.name, value, int(self.least), int(self.most), ", or None" if is_optional else "")
         number = real_number(self.name, value)
         if not (self.least < number <= self.most or (number == self.least and not self.is_above)):
@@ -79,7 +79,7 @@ class Option:
         return number
 
 
-def declared(option: Option) -> Any:  # of the type that the field is annotated with
+def declared(option: Option) -> Any:  # the type of the annotated field
     """The field of a dataclass that `option` declares."""
     return field(default=option.default, metadata={KEY: option})
 

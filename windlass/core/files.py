@@ -13,9 +13,9 @@ from uuid import uuid4
 
 from windlass.core.errors import UsageError
 
-MAX_BYTES: Final = 2**28  # of a text, a file of results or a policy: far more than anybody needs, and held in memory
-BYTE_ORDER_MARK: Final = "\ufeff"  # with which some editors begin a UTF-8 text; it is no part of it
-WRITER_SECONDS: Final = 2.0  # to wait for somebody who writes into a named pipe
+MAX_BYTES: Final = 2**28  # limit of a text, a file of results or a policy, all read into memory
+BYTE_ORDER_MARK: Final = "\ufeff"  # some editors put it before a UTF-8 text, of which it is no part
+WRITER_SECONDS: Final = 2.0  # timeout for a writer of a named pipe
 
 
 def read_text(file: Path, what: str) -> str:
@@ -33,7 +33,7 @@ def read_bytes(path: Path, what: str) -> bytes:
     """
     mode = check_readable(path, what)
     try:
-        # Without O_NONBLOCK, to open a pipe would wait for a writer, who may never come.
+        # Without O_NONBLOCK, opening a pipe waits for a writer, perhaps for ever.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if stat.S_ISFIFO(mode):
                 select.select([file], [], [], WRITER_SECONDS)
@@ -59,7 +59,7 @@ def check_readable(path: Path, what: str) -> int:
     except ValueError as error:  # a name with a zero byte
         raise UsageError(f"{what} cannot be read: {error}") from None
     if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
-        raise UsageError(f"{what} is not a regular file, nor a pipe; give one of these")
+        raise UsageError(f"{what} is not a regular file, nor a pipe. Give one of these")
     return mode
 
 
@@ -72,9 +72,9 @@ def check_text(file: Path, what: str) -> None:
 def check_folder(path: Path, what: str) -> Path:
     """Return a writable folder `path`. Raises: UsageError, with the given label, for any other path."""
     if not path.is_dir():
-        raise UsageError(f"{what} {str(path)!r} is no folder; make it first, or leave it out")
+        raise UsageError(f"{what} {str(path)!r} is no folder. Make it first, or leave it out")
     if not os.access(path, os.W_OK | os.X_OK):
-        raise UsageError(f"{what} {str(path)!r} may not be written into; give another folder")
+        raise UsageError(f"{what} {str(path)!r} may not be written into. Give another folder")
     return path
 
 
@@ -82,7 +82,7 @@ def read_limited(read: Callable[[int], bytes], what: str) -> bytes:
     """Return the whole output of `read`. Raises: UsageError, with the given label, for more than `MAX_BYTES`."""
     data = read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{what} has more than {MAX_BYTES:,} bytes, which is the most that is read; give a part of it")
+        raise UsageError(f"{what} has more than {MAX_BYTES:,} bytes, which is the most that is read. Give a part of it")
     return data
 
 
@@ -95,13 +95,13 @@ def decoded(data: bytes, what: str) -> str:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"{what} is not UTF-8 text: byte {data[error.start]:#04x} at offset {error.start}; convert it first"
+            f"{what} is not UTF-8 text: byte {data[error.start]:#04x} at offset {error.start}. Convert it first"
         ) from None
     if "\0" in text:
-        raise UsageError(f"{what} is binary: it has a zero byte at offset {data.index(0)}; give a text")
+        raise UsageError(f"{what} is binary: it has a zero byte at offset {data.index(0)}. Give a text")
     text = text.replace("\r\n", "\n").removesuffix("\n")
     if not text:
-        raise UsageError(f"{what} is empty; give some text")
+        raise UsageError(f"{what} is empty. Give some text")
     return text
 
 
@@ -112,18 +112,18 @@ def check_writable(path: Path, what: str) -> None:
     """
     folder = path.expanduser().resolve().parent
     if path.is_dir():
-        raise UsageError(f"{what} {path} is a folder; give the name of a file")
+        raise UsageError(f"{what} {path} is a folder. Give the name of a file")
     check_regular(path, what)
     if not folder.is_dir():
-        raise UsageError(f"{what} {path}: the folder {folder} does not exist; make it first")
+        raise UsageError(f"{what} {path}: the folder {folder} does not exist. Make it first")
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"{what} {path}: the folder {folder} is not writable; save elsewhere")
+        raise UsageError(f"{what} {path}: the folder {folder} is not writable. Save elsewhere")
 
 
 def check_regular(path: Path, what: str) -> None:
     """Check `path`. Raises: UsageError, with the given label, if it exists and is no regular file."""
     if path.exists() and not path.is_file():
-        raise UsageError(f"{what} {path} is not a regular file; give the name of a file")
+        raise UsageError(f"{what} {path} is not a regular file. Give the name of a file")
 
 
 @contextmanager

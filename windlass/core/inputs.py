@@ -42,7 +42,7 @@ from windlass.core.types import (
 )
 
 SUPER: Final = 256
-"""Inputs that share a super-scale."""
+"""Number of inputs that share a super-scale."""
 
 
 @dataclass(frozen=True)
@@ -268,7 +268,7 @@ class PackedStates:
         return torch.where(self.ring_index[..., None] >= 0, self.full_precision.float().gather(2, entries), floats)
 
 
-# What to overwrite, (batch, heads, slots) or (batch, heads, slots, width), and the new content: a tensor with
+# A tensor to overwrite, (batch, heads, slots) or (batch, heads, slots, width), and its new content: a tensor with
 # tokens in the place of slots, or one number for all of them.
 Writes = Sequence[tuple[Tensor, Tensor | float]]
 

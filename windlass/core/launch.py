@@ -13,7 +13,7 @@ from typing import Final
 from windlass.core.errors import UsageError
 
 VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-START: Final = "start it with `torchrun --nproc-per-node 2 -m windlass ...`"
+START: Final = "Start it with `torchrun --nproc-per-node 2 -m windlass ...`"
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Launch:
         missing = [name for name in VARIABLES if name not in environment]
         if missing:
             raise UsageError(
-                f"--tensor-parallel: this is one process, which has no others ({', '.join(missing)} not set); {START}"
+                f"--tensor-parallel: this is one process, which has no others ({', '.join(missing)} not set). {START}"
             )
         numbers = [environment[name] for name in VARIABLES[:3]]
         if not all(each.isascii() and each.isdigit() for each in numbers):
-            raise UsageError(f"--tensor-parallel: {', '.join(VARIABLES[:3])} must be numbers, got {numbers}; {START}")
+            raise UsageError(f"--tensor-parallel: {', '.join(VARIABLES[:3])} must be numbers, got {numbers}. {START}")
         number, local, size = map(int, numbers)
         return cls(number, local, size, environment["MASTER_ADDR"])
 
@@ -45,7 +45,7 @@ class Launch:
         return self.number == 0
 
 
-MARK: Final = "TORCHELASTIC_RUN_ID"  # which torchrun sets, and who starts ranks by hand does not
+MARK: Final = "TORCHELASTIC_RUN_ID"  # set by torchrun, but not by users who start ranks by hand
 LOOK_S: Final = 1.0
 GRACE_S: Final = 30.0  # as torchrun itself gives its ranks
 

@@ -19,8 +19,8 @@ from windlass.core.files import read_bytes
 Value = TypeVar("Value")
 
 
-AUTO: Final = "auto"  # of a policy, a mode, a number type or a device: it is chosen
-NO_MERGE: Final = "none"  # the label of a cache that drops what it evicts
+AUTO: Final = "auto"  # value of a policy, mode, dtype or device that Windlass chooses
+NO_MERGE: Final = "none"  # the label of a cache that drops evicted tokens
 NO_SHARES: Final = "none"
 NO_RECALL: Final = "none"
 HALF: Final = "half"  # of the budget
@@ -70,7 +70,7 @@ def parse_list(option: str, typed: str, make: Callable[[str], Value]) -> list[Va
     """
     parts = list(_parts(typed))
     if not all(parts):
-        raise UsageError(f"{option} {typed!r} has an empty value; put one comma between two values")
+        raise UsageError(f"{option} {typed!r} has an empty value. Put one comma between two values")
     return [make(part) for part in parts]
 
 
@@ -110,7 +110,7 @@ def parse_bytes(option: str, typed: str) -> int:
     match = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*([KMGT]?)(?:i?B)?\s*", typed, re.IGNORECASE)
     size = int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")) if match else 0
     if not size:
-        raise UsageError(f"{option} {typed!r} is no number of bytes; write it as 64MiB, 1.5GiB or 4096")
+        raise UsageError(f"{option} {typed!r} is no number of bytes. Write it as 64MiB, 1.5GiB or 4096")
     return size
 
 
@@ -118,7 +118,7 @@ def check_given(spec: str, name: str, needed: Sequence[str], numbers: Mapping[st
     """Raises: UsageError where a position mode lacks a number that only the user knows."""
     for number in needed:
         if number not in numbers:
-            raise UsageError(f"positions={spec!r}: {name} takes a {number} in tokens; write {name}(256), for example")
+            raise UsageError(f"positions={spec!r}: {name} takes a {number} in tokens. Write {name}(256), for example")
 
 
 def _parts(text: str) -> Iterator[str]:
@@ -145,20 +145,26 @@ def _is_balanced(text: str) -> bool:
 MAX_NUMBER: Final = 2**30  # positions are 32-bit
 DEFAULT_SINKS: Final = 4
 SYSTEM: Final = "system"
-"""In the place of a number of sinks: the tokens of each row's system text."""
+"""A value of `sinks` instead of a number: the tokens of each row's system text."""
 PAGE: Final = 8
-"""Tokens that are recalled together: neighbours in the order in which they were written."""
-LEAST: Final = {"sinks": 0, "newest": 0, "group": 1, "window": 1, "limit": 1}  # of stores and position modes
+"""Number of tokens that are recalled together: neighbours in the order of writing."""
+LEAST: Final = {
+    "sinks": 0,
+    "newest": 0,
+    "group": 1,
+    "window": 1,
+    "limit": 1,
+}  # least values of stores and position modes
 
 
 def check_recall(recall: int, budget: int | None, has_folder: bool, has_store: bool) -> None:
     """Raises: UsageError for tokens to recall that no budget evicts, or a folder or a store for none."""
     if has_folder and not recall:
         raise UsageError(
-            "recall_folder is where tokens to recall are held, and recall is 0; give recall, or leave it out"
+            "recall_folder is where tokens to recall are held, and recall is 0. Give recall, or leave it out"
         )
     if has_store and not recall:
-        raise UsageError("recall_store is how tokens to recall are held, and recall is 0; give recall, or leave it out")
+        raise UsageError("recall_store is how tokens to recall are held, and recall is 0. Give recall, or leave it out")
     if recall and budget is None:
         raise UsageError(
             f"recall ({recall} tokens) needs a budget: without one nothing is evicted that could be recalled"
@@ -186,7 +192,7 @@ def in_units(count: int) -> str:
     return f"{count} B"
 
 
-CLOSE: Final = 0.65  # of 1, for equal names; names that share only some letters have less
+CLOSE: Final = 0.65  # similarity of names, of 1 for equal ones: names that share only some letters score less
 
 
 def did_you_mean(typed: str, names: Iterable[str]) -> str:
@@ -196,12 +202,12 @@ def did_you_mean(typed: str, names: Iterable[str]) -> str:
     """
     known = {plain(name): name for name in names}
     near = difflib.get_close_matches(plain(typed.partition("(")[0].strip()), list(known), n=1, cutoff=CLOSE)
-    return f"did you mean {known[near[0]]}? " if near else ""
+    return f"Did you mean {known[near[0]]}? " if near else ""
 
 
 def use_one_of(typed: str, names: Collection[str]) -> str:
     """The way out of an error about an unknown name: all names, and one that is close to it, if any."""
-    return f"use one of: {', '.join(names)}{near_to(typed, names)}"
+    return f"Use one of: {', '.join(names)}{near_to(typed, names)}"
 
 
 def near_to(typed: str, names: Iterable[str]) -> str:
@@ -238,7 +244,7 @@ class PluginKind:
             return Path(match[1]).expanduser(), match[2]
         spec = spec.strip()
         if spec.endswith(".py"):
-            raise self.error(f"{self.word} {spec!r} is a file but names no class; use {spec}:Class")
+            raise self.error(f"{self.word} {spec!r} is a file but names no class. Use {spec}:Class")
         return None, spec
 
     def name_in(self, typed: str, names: Iterable[str]) -> str | None:
@@ -253,7 +259,7 @@ class PluginKind:
         if (found := self.name_in(typed, names)) is not None:
             return found
         raise self.error(
-            f"{self.word} {typed!r} is unknown; {did_you_mean(typed, names)}the names are {', '.join(names)}, "
+            f"{self.word} {typed!r} is unknown. {did_you_mean(typed, names)}The names are {', '.join(names)}, "
             "or path/to/file.py:Class"
         )
 
@@ -270,7 +276,7 @@ class PluginKind:
         del sys.modules[module.__name__]
         own = ", ".join(kind.__name__ for kind in kinds if kind.__module__ == module.__name__)
         what = "has no class" if found is None else f"has something else than a subclass of {self.imported_as} named"
-        raise self.error(f"{self.word} file {path} {what} {name!r}; its {self.words}: {own or 'none'}")
+        raise self.error(f"{self.word} file {path} {what} {name!r}. Its {self.words}: {own or 'none'}")
 
     def _is_one(self, what: object) -> TypeGuard[type[Any]]:
         return isinstance(what, type) and issubclass(what, self.base)
@@ -278,7 +284,7 @@ class PluginKind:
     def _run(self, path: Path) -> ModuleType:
         """Unlike `import`, leaves no byte code beside the file."""
         file = f"{self.word} file {path}"
-        # What runs through all modules, or prints a traceback, opens their sources: a pipe would let it wait for ever.
+        # A traceback, or a tool that walks all modules, opens their sources: a pipe would make it wait for ever.
         source = str(path) if path.is_file() else f"<{path}>"
         try:
             code = compile(read_bytes(path, file), source, "exec")
@@ -286,7 +292,7 @@ class PluginKind:
             raise self.error(str(error)) from None
         except SyntaxError as error:
             raise self.error(f"{file}, line {error.lineno or 1}: syntax error: {error.msg}") from None
-        except (ValueError, RecursionError, MemoryError) as error:  # the last two of brackets in brackets
+        except (ValueError, RecursionError, MemoryError) as error:  # nested brackets raise the last two
             raise self.error(f"{file} is not Python: {str(error) or type(error).__name__}") from None
         module = ModuleType(f"windlass_{self.word}_{path.stem}")
         if path.is_file():
@@ -314,10 +320,10 @@ GGUF: Final = ".gguf"
 PART: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 SAFETENSORS: Final = "model*.safetensors"  # others may be adapters, or a scorer of ours
 PICKLES: Final = "pytorch_model*.bin"
-# A tokenizer has a file of one of these names, whatever its kind.
+# Every kind of tokenizer has a file of one of these names.
 TOKENIZERS: Final = ("tokenizer*", "tokenization_*.py", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 CONFIG: Final = "tokenizer_config.json"
-# Numbers of a config that count something; whether it has them depends on the architecture.
+# Counts in a config. Each architecture has some of them.
 COUNTS: Final = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("hidden_size", "intermediate_size", "vocab_size"),
@@ -327,15 +333,15 @@ COUNTS: Final = (
 def check_dtype(name: str) -> None:
     """Raises: UsageError for a number type that is unknown."""
     if name not in DTYPES:
-        raise UsageError(f"dtype {name!r} is unknown; {use_one_of(name, DTYPES)}")
+        raise UsageError(f"dtype {name!r} is unknown. {use_one_of(name, DTYPES)}")
 
 
 def check_weights(name: str) -> None:
     """Raises: UsageError for codes of weights that are unknown, or cannot be made because torchao is missing."""
     if name not in WEIGHTS:
-        raise UsageError(f"weights {name!r} are unknown; {use_one_of(name, WEIGHTS)}")
+        raise UsageError(f"weights {name!r} are unknown. {use_one_of(name, WEIGHTS)}")
     if name != AUTO_WEIGHTS and find_spec("torchao") is None:
-        raise UsageError(f"weights {name!r} need torchao, which is not installed; run: pip install 'windlass[weights]'")
+        raise UsageError(f"weights {name!r} need torchao, which is not installed. Run: pip install 'windlass[weights]'")
 
 
 def gpu_number(device: str) -> int | None:
@@ -346,7 +352,7 @@ def gpu_number(device: str) -> int | None:
     match = DEVICE.fullmatch(device)
     if match is None:
         raise UsageError(
-            f"device {device!r} is unknown; use auto, cpu, mps, cuda, or cuda:1 for the second of several GPUs"
+            f"device {device!r} is unknown. Use auto, cpu, mps, cuda, or cuda:1 for the second of several GPUs"
         )
     return int(match[1] or 0) if device.startswith("cuda") else None
 
@@ -372,7 +378,7 @@ def folder_of(name: str | os.PathLike[str]) -> Path | None:
     if is_path:
         return _model_at(folder, quant)
     if not HUB_NAME.fullmatch(split_quant(str(name))[0]):
-        raise UsageError(f"model {name!r} is no folder here, nor a name that the hub could have; it has owner/name")
+        raise UsageError(f"model {name!r} is no folder here, nor a name that the hub could have. It has owner/name")
     return None
 
 
@@ -392,7 +398,7 @@ def _model_at(folder: Path, quant: str | None) -> Path:
         if quant is not None or (files and not (folder / "config.json").is_file()):
             return folder / gguf_among(files, quant, f"model folder {folder}")
     elif quant is not None:
-        raise UsageError(f"model {folder} is no folder; give {quant} after the folder or the hub name of several files")
+        raise UsageError(f"model {folder} is no folder. Give {quant} after the folder or the hub name of several files")
     check_folder(folder)
     return folder
 
@@ -406,10 +412,10 @@ def gguf_among(files: Iterable[str], quant: str | None, model: str) -> str:
     asked = rf"(?<![a-z0-9]){re.escape(quant or '')}(?![a-z0-9_])"
     found = [each for each in weights if quant is None or re.search(asked, each, re.IGNORECASE)]
     if not found:
-        raise UsageError(f"{model} has no GGUF file of {quant or 'weights'}; it has {', '.join(weights) or 'none'}")
+        raise UsageError(f"{model} has no GGUF file of {quant or 'weights'}. It has {', '.join(weights) or 'none'}")
     if len(found) > 1 and not PART.search(found[0]):
         raise UsageError(
-            f"{model} has {len(found)} GGUF files: {', '.join(found)}; choose one by its types: "
+            f"{model} has {len(found)} GGUF files: {', '.join(found)}. Choose one by its types: "
             f"{model.rpartition(' ')[2]}:{quant_of(found[0])}"
         )
     check_gguf(found[0], model)
@@ -426,11 +432,11 @@ def check_gguf(file: str, model: str) -> None:
     """Raises: UsageError for a GGUF file that is one of several parts, and where gguf is not installed."""
     if PART.search(file):
         raise UsageError(
-            f"{model}: {file} is one of several parts; join them with llama.cpp: "
+            f"{model}: {file} is one of several parts. Join them with llama.cpp: "
             f"llama-gguf-split --merge {file} all.gguf"
         )
     if find_spec("gguf") is None:
-        raise UsageError(f"{model}: a GGUF file needs gguf, which is not installed; run: pip install 'windlass[gguf]'")
+        raise UsageError(f"{model}: a GGUF file needs gguf, which is not installed. Run: pip install 'windlass[gguf]'")
 
 
 def _exists(path: Path) -> bool:
@@ -451,7 +457,7 @@ def check_folder(folder: Path) -> None:
         raise UsageError(f"model folder {folder} does not exist")
     if not folder.is_dir():
         raise UsageError(
-            f"model {folder} is a file; give the folder that holds config.json and the weights, or a {GGUF} file"
+            f"model {folder} is a file. Give the folder that holds config.json and the weights, or a {GGUF} file"
         )
     if not (folder / "config.json").is_file():
         raise UsageError(f"model folder {folder} has no config.json")
@@ -460,10 +466,10 @@ def check_folder(folder: Path) -> None:
     named, files = config.get("transformers_weights"), (SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLES)
     is_named = isinstance(named, str) and _exists(folder / named)
     if not is_named and not any(any(folder.glob(pattern)) for pattern in files):
-        raise UsageError(f"model folder {folder} has no weights; expected {SAFETENSORS} or {PICKLES}")
+        raise UsageError(f"model folder {folder} has no weights. Expected {SAFETENSORS} or {PICKLES}")
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
         raise UsageError(
-            f"model folder {folder} has no tokenizer; copy its files there: tokenizer.json, or tokenizer.model"
+            f"model folder {folder} has no tokenizer. Copy its files there: tokenizer.json, or tokenizer.model"
         )
 
 
@@ -473,20 +479,20 @@ def _json(path: Path) -> Any:
     except OSError as error:
         raise UsageError(f"model {path.parent}: {path.name} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"model {path.parent}: {path.name} is not JSON ({error}); copy it again") from None
+        raise UsageError(f"model {path.parent}: {path.name} is not JSON ({error}). Copy it again") from None
 
 
 def check_config(what: str, config: Any) -> None:
     """Check a config. Raises: UsageError, with the given label, if it is no object or has a wrong count."""
     if not isinstance(config, dict):
-        raise UsageError(f"{what} is not an object of JSON; copy it again")
+        raise UsageError(f"{what} is not an object of JSON. Copy it again")
     for part in (config, config.get("text_config")):
         if not isinstance(part, dict):
             continue
         for name in COUNTS:
             value = part.get(name)
             if isinstance(value, str | bool) or (isinstance(value, int | float) and not value >= 1):
-                raise UsageError(f"{what}: {name} is {value!r}; it must be a whole number of at least 1")
+                raise UsageError(f"{what}: {name} is {value!r}. It must be a whole number of at least 1")
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -497,7 +503,7 @@ def check_tokenizer(folder: Path) -> None:
         lacking = [name for name in ("model", "added_tokens") if not isinstance(found, dict) or name not in found]
         if lacking:
             raise UsageError(
-                f"model {folder}: tokenizer.json describes no tokenizer: it has no {lacking[0]!r}; copy it again"
+                f"model {folder}: tokenizer.json describes no tokenizer: it has no {lacking[0]!r}. Copy it again"
             )
     elif folder.is_dir() and {each.name for kind in TOKENIZERS for each in folder.glob(kind)} == {CONFIG}:
-        raise UsageError(f"model folder {folder} has no tokenizer beside {CONFIG}; copy tokenizer.json there")
+        raise UsageError(f"model folder {folder} has no tokenizer beside {CONFIG}. Copy tokenizer.json there")

@@ -41,7 +41,7 @@ PLACE: Final = "rotary_place"  # state: the place of the slot's token
 BLOCK_START: Final = "rotary_block_start"  # state: the first place of the picture that the token belongs to
 BLOCK_END: Final = "rotary_block_end"  # state: one past the last position of that picture, on any axis
 PLACES: Final = (PLACE, BLOCK_START, BLOCK_END)
-MAX_PLACE: Final = 2**24  # up to which float32, in which state is kept, holds whole numbers
+MAX_PLACE: Final = 2**24  # state is float32, which is exact for whole numbers up to this
 
 
 class Picture(NamedTuple):
@@ -122,7 +122,7 @@ def places_of_axes(positions: QueryPositions, axes: Tensor, next_places: list[in
         row = int(is_short.nonzero()[0, 0])
         raise UsageError(
             f"position_ids of row {row} end at {int(high[row, last[row]])}, inside of a video that reaches "
-            f"{int(total[row])}: models do not agree on where such a text goes on; put more text after the video"
+            f"{int(total[row])}: models do not agree on the next position. Put more text after the video"
         )
     block_start = low.where(is_start, EMPTY).cummax(1).values
     block_end = _next(low, is_start, total + 1)
@@ -147,8 +147,8 @@ def _check_follows(axes: Tensor, is_token: Tensor, is_start: Tensor, low: Tensor
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()
         raise UsageError(
-            f"position_ids[:, {row}, {column}] are {axes[:, row, column].tolist()}, but the text of row {row} goes on "
-            f"at {int(before[row, column]) + 1}; a picture is read in one pass, and tokens follow one another: "
+            f"position_ids[:, {row}, {column}] are {axes[:, row, column].tolist()}, but the text of row {row} "
+            f"continues at {int(before[row, column]) + 1}. A picture is read in one pass, and tokens are consecutive: "
             "leave position_ids out, or use rollback, drop or shift to move the text"
         )
 

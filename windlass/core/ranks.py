@@ -118,7 +118,7 @@ class RankHeads:
         return f"{own}, with all kv heads: this model's plan gives each rank the keys and values of all of them"
 
 
-SECONDS: Final = 600  # that a rank waits for the others; one that has died is noticed at once
+SECONDS: Final = 600  # timeout for other ranks. A dead rank is noticed at once
 INTERFACE: Final = "GLOO_SOCKET_IFNAME"  # read by PyTorch: the network interface on which processes listen
 BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -144,7 +144,7 @@ def join(launch: Launch) -> None:
         dist.init_process_group(BACKENDS[kind.type], timeout=timedelta(seconds=SECONDS))
     except (RuntimeError, ValueError) as error:
         first = str(error).partition("\n")[0]
-        raise UsageError(f"--tensor-parallel: the {launch.size} processes do not meet: {first}; {START}") from error
+        raise UsageError(f"--tensor-parallel: the {launch.size} processes do not meet: {first}. {START}") from error
 
 
 def leave() -> None:

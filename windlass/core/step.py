@@ -25,7 +25,7 @@ def no_inference_mode(function: Callable[Arguments, Result]) -> Callable[Argumen
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        # Modes are left and entered again only where that changes anything: each layer of a decode step comes here.
+        # Modes are changed only if needed, because each layer of a decode step calls this.
         is_outside = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
         return function(*args, **kwargs) if is_outside else outside(*args, **kwargs)
 
@@ -73,22 +73,22 @@ class Step:
     end: int
     ids: TokenIds | None = None
     is_second_pass: bool = False
-    """Return True if the policy observes a text that was read before; the layers then hold what they held."""
+    """True if the pass reads a text again for the policy to observe. The layers then keep their tokens as they are."""
     defer_eviction: bool = False
-    """Return True if all tokens are held, whatever the budget, until `compress.cut_to_budget`."""
+    """True if no token is evicted until `compress.cut_to_budget`, at any budget."""
     graph_headroom: int = 0
-    """Further decode steps for which this step must stay valid when a graph replays it; included in `end`."""
+    """Number of further decode steps for which a graph may replay this step. `end` includes them."""
     is_captured: bool = False
-    """Return True if the step is being recorded as a graph: nothing is done then, so nothing has to be taken back."""
+    """True if the step is recorded as a graph. Recording runs nothing, so it needs no rollback."""
     drafts: int = 0
     is_prompt: bool = False
-    """Return True if it is a chunk of a prompt, however short; rows may have few tokens in it."""
+    """True if the step is a chunk of a prompt of any length. Its rows may have few tokens."""
     places: Places | None = None
-    """Where the tokens are read, in a text with pictures; None: at their positions."""
+    """Places of the tokens in a text with pictures (None: their positions)."""
     is_rewrite: bool = False
-    """True if its tokens are part of the text already, and are written over what layers hold at their positions."""
+    """True if the tokens are part of the text already. They overwrite the tokens at their positions."""
     sinks: RowSinks | None = None
-    """Those of each row; None: all rows have those of the limits."""
+    """Sinks of each row (None: all rows have the sinks of the limits)."""
 
     @cached_property
     def known_places(self) -> Places:
@@ -238,18 +238,18 @@ class StepRecord:
     written: SlotIndex
     state: dict[str, Tensor] = field(default_factory=dict)
     ring: dict[str, Tensor] = field(default_factory=dict)  # of the store's full-precision tokens
-    initial_state: dict[str, Tensor] = field(default_factory=dict)  # that the step's tokens came with
+    initial_state: dict[str, Tensor] = field(default_factory=dict)  # of the step's tokens
     observed: ObservedColumns | None = None
     mass: Mass | None = None
-    queries: Queries | None = None  # the observed ones, newest first; None for a policy that observes nothing
+    queries: Queries | None = None  # the observed queries, newest first (None: the policy observes nothing)
     settled: PolicyCheckpoint | None = None
     evicted: Tensor | None = None  # (batch, score_heads, evicted) slots
     evicted_positions: Tensor | None = None
-    evicted_count: int = 0  # the most of any row
+    evicted_count: int = 0  # maximum over rows
     merged_into: Tensor | None = None  # (batch, score_heads, evicted) slots that took evicted tokens
     merged_before: dict[str, Tensor] | None = None  # the store's parts there
-    taken_in: tuple[tuple[Tensor, Tensor], ...] = ()  # slots of tokens that newer ones took in, their positions
-    is_continued: bool = False  # whether it is of the same pass as the record before it
+    taken_in: tuple[tuple[Tensor, Tensor], ...] = ()  # slots of tokens that joined newer ones, and their positions
+    is_continued: bool = False  # whether it belongs to the same pass as the record before it
 
     @property
     def size(self) -> int:

@@ -68,7 +68,7 @@ class Picker(ABC):
     """The indexer of one layer, asked about the queries of some columns of a step."""
 
     limit: int
-    """How many slots it picks for each query."""
+    """Number of slots to pick for each query."""
 
     keys: Tensor
     """(batch, tokens, channels): the step's own index keys, un-rotated."""

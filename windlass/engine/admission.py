@@ -47,17 +47,17 @@ class Admission:
             if count > rows + limits.queue:
                 raise UsageError(
                     f"the request asks for {count} texts at once, and {rows} rows and a queue of {limits.queue} take "
-                    f"{rows + limits.queue}; lower n, or send fewer prompts"
+                    f"{rows + limits.queue}. Lower n, or send fewer prompts"
                 )
         kinds |= self._kinds_of
         queued = self._queued([*self.tickets, *tickets], kinds)
         if len(queued) > max(limits.queue, len(before)):
             raise QueueFullError(
-                f"no row is free, and {limits.queue} requests wait, which is the most; try again later", RETRY_SECONDS
+                f"no row is free, and {limits.queue} requests wait, which is the most. Try again later", RETRY_SECONDS
             )
         if before and _tokens(queued) > max(limits.queued_tokens, _tokens(before)):
             raise QueueFullError(
-                f"{_tokens(before)} tokens of prompts wait, and at most {limits.queued_tokens} may; try again later",
+                f"{_tokens(before)} tokens of prompts wait, and at most {limits.queued_tokens} may. Try again later",
                 RETRY_SECONDS,
             )
         self.tickets += tickets
@@ -114,22 +114,22 @@ def check_request(
     """
     prompt, vocabulary = request.prompt, vocabulary_of(model)
     if not prompt:
-        raise UsageError("the prompt is empty; give at least one token")
+        raise UsageError("the prompt is empty. Give at least one token")
     if len(prompt) > limits.prompt_tokens:
         raise UsageError(
-            f"the prompt has {len(prompt)} tokens, and this server reads at most {limits.prompt_tokens}; shorten it"
+            f"the prompt has {len(prompt)} tokens, and this server reads at most {limits.prompt_tokens}. Shorten it"
         )
     if not 0 <= request.max_tokens <= limits.max_tokens:
         raise UsageError(f"max_tokens must be from 0 to {limits.max_tokens} here, got {request.max_tokens}")
     if request.scores_prompt and request.parts is not None:
-        raise UsageError("chunks: log probabilities of a prompt need it read in its order; send the chunks as text")
+        raise UsageError("chunks: log probabilities of a prompt need it read in its order. Send the chunks as text")
     if request.seconds is not None and limits.seconds is not None and request.seconds > limits.seconds:
         raise UsageError(f"a request may take at most {limits.seconds:g} seconds here, got {request.seconds:g}")
     if min(prompt) < 0 or max(prompt) >= vocabulary:
         raise UsageError(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1}")
     if not limits.alone and not any(is_alike(kind, request.options) for kind in kinds):
         told = "; ".join(str(kind.labels()) for kind in kinds)
-        raise UsageError(f"no row has these options, {request.options.labels()}; take one of: {told}")
+        raise UsageError(f"no row has these options, {request.options.labels()}. Take one of: {told}")
     check_fits(request.head, request.options, len(attached(model).rotaries))
     if request.parts is not None:
         check_parts(request.parts, len(prompt), request.options, kept_bytes)
@@ -142,26 +142,26 @@ def check_alone(model: PreTrainedModel, request: Request, limits: EngineLimits) 
     if needed > limits.alone_bytes:
         raise UsageError(
             f"a row with these options takes {needed:,} bytes for {tokens} tokens, and this server gives "
-            f"{limits.alone_bytes:,} to one; ask for a smaller budget, or leave the options out"
+            f"{limits.alone_bytes:,} to one. Ask for a smaller budget, or leave the options out"
         )
 
 
 def check_kinds(kinds: Sequence[CacheOptions]) -> None:
     """Raises: UsageError for options of rows whose memory cannot be told beforehand, for none, and for two alike."""
     if not kinds:
-        raise UsageError("a server needs rows; give a number and options")
+        raise UsageError("a server needs rows. Give a number and options")
     for number, kind in enumerate(kinds):
         if kind.budget is None:
-            raise UsageError("the rows of a server need a budget, which their memory is counted by; give one")
+            raise UsageError("the rows of a server need a budget, which their memory is counted by. Give one")
         if kind.recall:
             raise UsageError(
-                f"recall={kind.recall} for the rows of a server, whose memory would grow with each text; leave it to "
+                f"recall={kind.recall} for the rows of a server, whose memory would grow with each text. Leave it to "
                 "requests, which then have a cache of their own"
             )
         if shares_budget(kind) and kind.batch > 1:
             raise UsageError(
-                f"{kind.policy!r} decides with each text what each layer keeps, which {kind.batch} rows of one cache "
-                "cannot do each for itself; give it one row"
+                f"{kind.policy!r} sets the budget of each layer for each text, which the {kind.batch} rows of one "
+                "cache cannot do separately. Give it one row"
             )
         if any(is_alike(kind, other) for other in kinds[:number]):
-            raise UsageError(f"two kinds of rows are alike: {kind.labels()}; give their number in one of them")
+            raise UsageError(f"two kinds of rows are alike: {kind.labels()}. Give their number in one of them")

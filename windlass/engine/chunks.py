@@ -119,7 +119,7 @@ def join(
     check_reading(model, cache, None)
     mode = recompute_of(recompute)
     for number, part in enumerate(parts):
-        check_kind(f"part {number}", part, Part, "a Part", "windlass.chunks.encode makes them")
+        check_kind(f"part {number}", part, Part, "a Part", "Make it with windlass.chunks.encode")
     row = whole_number("row", row, 0, cache.batch_size - 1)
     before, end = cache.text, cache.next_positions[row]
     at = end if at is None else whole_number("at", at, 0, end)
@@ -128,7 +128,7 @@ def join(
     starts = own_starts(begin_of_text(model), [part.ids[0] for part in parts], spans)
     if parts and (starts or not isinstance(mode, Nothing)):
         check_rewrite(cache, max(*cache.next_positions, end + added), parts[0].cache)
-        cache.reserve(added + min(added, cache.chunk))  # what is read again is written beside what was held
+        cache.reserve(added + min(added, cache.chunk))  # tokens read again are written beside the held ones
     done = 0
     try:
         for part, span in zip(parts, spans, strict=True):
@@ -189,25 +189,25 @@ def check_parts(parts: PromptParts, tokens: int, options: CacheOptions, kept_byt
         return
     way_out = 'or ask for recompute "all", which reads parts as text'
     if kept_bytes == 0:
-        raise UsageError(f"chunks: this server keeps no parts; start it with memory for them (--reuse), {way_out}")
+        raise UsageError(f"chunks: this server keeps no parts. Start it with memory for them (--reuse), {way_out}")
     if find(options.policy, OneShot) is not None:
         raise UsageError(
-            f"chunks: policy {options.policy!r} ranks a prompt when all of it is held; choose another policy, {way_out}"
+            f"chunks: policy {options.policy!r} ranks a prompt when all of it is held. Choose another policy, {way_out}"
         )
     if options.recall:
         raise UsageError(
-            f"chunks: recall={options.recall} would need a second copy of each part; leave recall out, {way_out}"
+            f"chunks: recall={options.recall} would need a second copy of each part. Leave recall out, {way_out}"
         )
     if options.merge is not None:
-        raise UsageError(f"chunks: merge={options.merge} joins tokens; serve rows without merge, {way_out}")
+        raise UsageError(f"chunks: merge={options.merge} joins tokens. Serve rows without merge, {way_out}")
     if options.budget is not None and end > options.budget:
         raise UsageError(
-            f"chunks: up to the end of the last part there are {end} tokens, and a row keeps {options.budget}; parts "
+            f"chunks: up to the end of the last part there are {end} tokens, and a row keeps {options.budget}. Parts "
             f"are joined whole: ask for a larger budget, {way_out}"
         )
 
 
-PREFIX: Final = 1  # tokens behind which each part is read: those that a prompt begins with, where that is no part
+PREFIX: Final = 1  # tokens before each part when it is read, unless the prompt begins with a part
 Piece = tuple[int, int]  # tokens [start, stop) of a prompt
 
 
@@ -228,7 +228,7 @@ class PartsReader(PromptReader):
         if request.options.budget is None:
             self.cache.reserve(len(request.prompt) + request.max_tokens + request.options.chunk)
         self._lead = min(PREFIX, parts.spans[0][0])
-        self._known = set[int]()  # positions of tokens that nobody read for this request
+        self._known = set[int]()  # positions of tokens that came from cached parts
         self._work = self._turns()
 
     def read(self) -> None:
@@ -269,7 +269,7 @@ class PartsReader(PromptReader):
         spans = [Span(*piece, is_exact=piece[0] == self._lead) for piece in group]
         begins = own_starts(self._begins, [prompt[span.start] for span in spans], spans)
         if self.cache.budget is not None:
-            self.cache.reserve(stop - start + self.cache.chunk)  # what is read again is written beside what was held
+            self.cache.reserve(stop - start + self.cache.chunk)  # tokens read again are written beside the held ones
         for piece in group:
             yield from self._spliced(piece)
         if not begins and isinstance(mode, Nothing):
@@ -305,11 +305,11 @@ class PartsReader(PromptReader):
         needed = RowBytes.of(self._model, options).reading(len(key.prefix) + len(ids))
         if needed > self._kept.limit:
             raise UsageError(
-                f"a part of {len(ids)} tokens takes {needed:,} bytes, and this server keeps {self._kept.limit:,}; send "
+                f"a part of {len(ids)} tokens takes {needed:,} bytes, and this server keeps {self._kept.limit:,}. Send "
                 "it in smaller parts, or as text"
             )
         while (place := self._kept.reserve(needed)) is None:
-            yield  # until other prompts have given back what is reserved for theirs
+            yield  # until other prompts have released their reservations
         try:
             cache, read = KVCache.from_options(self._model, options), [*key.prefix, *ids]
             cache.reserve(len(read))

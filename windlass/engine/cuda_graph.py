@@ -54,7 +54,7 @@ class CudaGraph(Graph):
         self._graph = graph
 
     def replay(self) -> None:
-        assert self._graph is not None, "replay of what was never captured"
+        assert self._graph is not None, "replay before capture"
         self._graph.replay()
 
     def copied(self, ids: Tensor) -> Callable[[], list[int]]:

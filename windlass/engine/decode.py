@@ -29,9 +29,7 @@ from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
 from windlass.positions.modes import PositionMode
 
-FIRST_CAPTURE: Final = (
-    1024  # positions that the first captured step serves; then twice as many each time they are used up
-)
+FIRST_CAPTURE: Final = 1024  # positions that the first captured step serves, doubled each time they are used up
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +72,8 @@ class Decoder:
     def __init__(
         self, model: PreTrainedModel, cache: KVCache, sampler: Sampler, logits: Tensor, graph: Graph | None
     ) -> None:
-        # A replayed step would change the state of a recurrent layer without a copy of what it was. Where tokens of a
-        # text with pictures are read, the host tells each step, and it ranks what lies in a file.
+        # A replayed step would change the state of a recurrent layer without a copy of the old state. In a text with
+        # pictures the host computes the places of each step. It also ranks tokens that a file stores.
         is_served = graph is not None and not cache.recurrent and not cache.rows.has_pictures
         self._graph = graph if is_served and not any(map(is_ranked_by_host, cache.layers)) else None
         self._model, self._cache, self._sampler = model, cache, sampler
@@ -127,7 +125,7 @@ class Decoder:
         self._warm_key: GraphKey | None = None
         self._captured_key: GraphKey | None = None
         self._records: list[StepRecord] = []
-        self._tables: list[dict[torch.dtype, tuple[RotaryTable, RotaryTable]]] = []  # which the graph reads
+        self._tables: list[dict[torch.dtype, tuple[RotaryTable, RotaryTable]]] = []  # read by the graph
 
     @no_inference_mode
     def _feed(self, tokens: list[list[int]] | None, is_last: bool) -> None:
@@ -173,8 +171,8 @@ class Decoder:
         cache, end = self._cache, max(self._ends) + 1
         rotaries = [layer.rotary for layer in cache.layers if layer.rotary is not None]
         if end > self._captured_end:
-            # A graph reads tables of one length: it serves up to a round number, and no further than a scheme that
-            # changes with the length allows.
+            # A graph reads tables of one length: it serves positions up to a round number, within the limit of a
+            # scheme that changes with the length.
             self._captured_end, self._warm_key, self._captured_key = FIRST_CAPTURE, None, None
             while self._captured_end < end:
                 self._captured_end *= 2
@@ -234,7 +232,7 @@ class Decoder:
     def _fall_back(self, reason: str) -> None:
         self._is_recordable, self._captured_end = False, 0
         warnings.warn(
-            f"a step of {type(self._model).__name__} can't be recorded as one graph, so each runs as it comes, which "
+            f"a step of {type(self._model).__name__} can't be recorded as one graph, so each step runs eagerly, which "
             f"is slower: {reason}",
             WindlassWarning,
             stacklevel=2,

@@ -33,18 +33,18 @@ from windlass.policies.wrappers import find
 def check_reading(model: object, cache: object, progress: object) -> None:
     """Raises: UsageError for arguments that are not a model, a cache, and a callable or None."""
     check_model(model)
-    check_kind("cache", cache, KVCache, "a KVCache", "make one with windlass.KVCache(model)")
+    check_kind("cache", cache, KVCache, "a KVCache", "Make one with windlass.KVCache(model)")
     if progress is not None and not callable(progress):
         raise UsageError(f"progress must be a function of (tokens done, tokens in all), or None, got {shown(progress)}")
 
 
 def check_writing(tokenizer: object, prompts: Sequence[object], sampling: object, max_tokens: int) -> int:
     """Return `max_tokens` as an int. Raises: UsageError for an argument of another type or a negative number."""
-    kind, way_out = PreTrainedTokenizerBase, "it comes after the model"
+    kind, way_out = PreTrainedTokenizerBase, "Pass it after the model"
     check_kind("tokenizer", tokenizer, kind, "the model's tokenizer", way_out)
-    check_kind("sampling", sampling, (Sampling, type(None)), "a windlass.Sampling", "write Sampling(temperature=0.7)")
+    check_kind("sampling", sampling, (Sampling, type(None)), "a windlass.Sampling", "Write Sampling(temperature=0.7)")
     for row, prompt in enumerate(prompts):
-        check_kind(f"the prompt of row {row}", prompt, str, "a text", "windlass.prefill reads token ids")
+        check_kind(f"the prompt of row {row}", prompt, str, "a text", "For token ids use windlass.prefill")
     return check_max_tokens(max_tokens)
 
 
@@ -57,12 +57,12 @@ def checked_prompts(
     """
     check_kind("prompts", prompts, (list, tuple, Tensor), "a list of token ids for each row")
     if len(prompts) != cache.batch_size:
-        raise UsageError(f"{len(prompts)} prompts for a cache of batch={cache.batch_size}; give one prompt per row")
+        raise UsageError(f"{len(prompts)} prompts for a cache of batch={cache.batch_size}. Give one prompt per row")
     vocabulary = vocabulary_of(model)
     rows = [_ids(row, prompt) for row, prompt in enumerate(prompts)]
     for row, ids in enumerate(rows):
         if not ids:
-            raise UsageError(f"the prompt of row {row} is empty; give at least one token")
+            raise UsageError(f"the prompt of row {row} is empty. Give at least one token")
         low, high = min(ids), max(ids)
         if low < 0 or high >= vocabulary:
             wrong = low if low < 0 else high
@@ -71,14 +71,14 @@ def checked_prompts(
 
 
 def _ids(row: int, prompt: object) -> list[int]:
-    way_out = 'tokenizer(text)["input_ids"] gives them'
+    way_out = 'Use tokenizer(text)["input_ids"]'
     given = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     if not isinstance(given, Sequence) or isinstance(given, str):
-        raise UsageError(f"the prompt of row {row} must be a list of token ids, got {shown(prompt)}; {way_out}")
+        raise UsageError(f"the prompt of row {row} must be a list of token ids, got {shown(prompt)}. {way_out}")
     wrong = [kind for kind in set(map(type, given)) if kind is bool or not issubclass(kind, Integral)]
     if wrong:
         first = next(each for each in given if type(each) in wrong)
-        raise UsageError(f"the prompt of row {row} must be a list of token ids, and has {shown(first)}; {way_out}")
+        raise UsageError(f"the prompt of row {row} must be a list of token ids, and has {shown(first)}. {way_out}")
     return list(map(int, given))
 
 
@@ -187,7 +187,7 @@ def stream(
     """
     check_reading(model, cache, progress)
     if cache.batch_size != 1:
-        raise UsageError(f"stream writes one text, but the cache has batch={cache.batch_size}; use windlass.generate")
+        raise UsageError(f"stream writes one text, but the cache has batch={cache.batch_size}. Use windlass.generate")
     return Stream(_Run(model, tokenizer, [prompt], cache, max_tokens, sampling, stop, progress))
 
 
@@ -213,7 +213,7 @@ def generate(
     Raises: UsageError for an empty prompt, another number of rows, or an argument of another type.
     """
     if isinstance(prompts, str):
-        raise UsageError("generate takes a list of prompts, one per row; for one text use [prompt]")
+        raise UsageError("generate takes a list of prompts, one per row. For one text use [prompt]")
     check_kind("prompts", prompts, (list, tuple), "a list of texts, one per row")
     if cache is None:
         cache = KVCache(model, batch=len(prompts))
@@ -297,7 +297,7 @@ class _Run:
         self._prefill_s = time.perf_counter() - started
         heads = self._cache.heads
         sampler = Sampler(self._sampling, self._prompts, logits.device, None if heads is None else heads.ranks)
-        # What ranks tell one another has not been tried inside of a graph.
+        # Communication between ranks is untested inside of a graph.
         decoder = Decoder(
             self._model, self._cache, sampler, logits, graph_for(logits.device) if heads is None else None
         )

@@ -64,10 +64,10 @@ def end_of_text(model: PreTrainedModel) -> list[int]:
 
 Progress = Callable[[int, int], None]
 Look = Callable[[int, Tensor], None]
-"""Is told at which token a pass begins, and shown the (batch, tokens, vocabulary) logits of all of it."""
+"""Called with the first token's number of a pass, and its (batch, tokens, vocabulary) logits."""
 Passes = Generator[tuple[int, int], None, Tensor]
-"""Tells after each pass how many tokens are done, of how many; returns the (batch, vocabulary) logits of each row's
-last token. Nothing is left to do once all are done."""
+"""Yields the number of tokens done and their total after each pass. Returns the (batch, vocabulary) logits of each
+row's last token. No work is left once all tokens are done."""
 
 
 def passes(
@@ -148,15 +148,15 @@ class PromptReader(ABC):
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.cached = self.done = cache.tokens_seen[0]
-        """Tokens that were not read for this request; those that are done by now."""
+        """Number of tokens taken from a cached prefix, and number of tokens done by now."""
         self.recomputed = 0
-        """Tokens of parts that were read again in their place."""
+        """Number of tokens of parts that were read again in their place."""
         self.is_whole = False
-        """Return True if the cache holds all that was read until the end, when it is cut."""
+        """True if the cache holds all tokens until the end of the prompt, when it is cut."""
         self.logprobs: list[tuple[Logprob, ...]] = []
-        """Of each token but the first, as far as the prompt is read; none where they are not asked for."""
+        """Log probabilities of each token read so far, but for the first (empty unless asked for)."""
         self.logits: Tensor | None = None
-        """(vocabulary,) of the last token, once all is read."""
+        """(vocabulary,) logits of the last token, once the prompt is read."""
 
     @property
     def is_done(self) -> bool:
@@ -193,7 +193,7 @@ class Reader(PromptReader):
         super().__init__(empty_cache(model, request) if kept is None else kept.cache)
         self._known_logits = None if kept is None else kept.logits
         self.is_whole = is_whole
-        if request.options.budget is None:  # grows once, as its bytes were counted
+        if request.options.budget is None:  # reserved at once, as its bytes were counted
             self.cache.reserve(len(request.prompt) + request.max_tokens)
         self._pass_ends = request.pass_ends
         self._stops = frozenset[int]() if is_whole else snapshots.wanted(request)
@@ -203,9 +203,9 @@ class Reader(PromptReader):
 
     def read(self) -> None:
         if self.is_done:
-            raise UsageError("the prompt is read; nothing is left")
+            raise UsageError("the prompt is read. Nothing is left")
         if self._known_logits is not None:
-            self.logits = self._known_logits.clone()  # a writer may change what it is given
+            self.logits = self._known_logits.clone()  # a writer may change its logits
             return
         if self.is_whole:
             self._read_whole()

@@ -84,7 +84,7 @@ class EntryInfo:
     id: str
     kind: Kind
     name: str | None
-    """None: not known any more, for it was written by an earlier run of the server."""
+    """Name of the prefix (None: unknown, as an earlier run of the server wrote it)."""
     tokens: int
     bytes: int
     place: Literal["memory", "disk"]
@@ -115,7 +115,7 @@ class PrefixCache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.may_leave: Callable[[CacheEntry], bool] = lambda _: True
-        self._held: list[CacheEntry] = []  # the one used last at the end
+        self._held: list[CacheEntry] = []  # least recently used first
         self._reserved: dict[int, int] = {}
         self._lock = Lock()
 
@@ -201,7 +201,7 @@ class PrefixCache:
 LOG: Final = logging.getLogger("windlass.engine")
 NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-(\d{1,10})-([0-9a-f]{32})\.safetensors")
 LOCK, SALT, SALT_BYTES = "windlass.lock", "windlass.salt", 32
-LAYER_BYTES: Final = 4096  # of a file's header, and more than each layer and its tensors take there
+LAYER_BYTES: Final = 4096  # of a file's header per layer, an upper bound
 FILE_BYTES: Final = 1 << 16
 
 
@@ -216,14 +216,14 @@ def salt_of(folder: Path) -> bytes:
             new = folder / f".windlass-{secrets.token_hex(8)}.tmp"
             new.touch(mode=0o600)
             new.write_bytes(secrets.token_bytes(SALT_BYTES))
-            with suppress(FileExistsError):  # another server made one just now
+            with suppress(FileExistsError):  # another server has just made one
                 os.link(new, path)
             new.unlink()
         salt = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{path} cannot be made or read: {error.strerror}; give another folder") from error
+        raise UsageError(f"{path} cannot be made or read: {error.strerror}. Give another folder") from error
     if len(salt) != SALT_BYTES:
-        raise UsageError(f"{path} is damaged; delete it, and the files beside it, which nobody can find any more")
+        raise UsageError(f"{path} is damaged. Delete it, and the files beside it, which nobody can find any more")
     return salt
 
 
@@ -260,12 +260,12 @@ class DiskTier:
         except OSError:
             self._lock_file.close()
             raise UsageError(
-                f"the folder {folder} is that of a server that runs; give each a folder of its own"
+                f"the folder {folder} is that of a server that runs. Give each a folder of its own"
             ) from None
         for left in folder.glob(".windlass-*.tmp"):  # of a server that was killed
             left.unlink(missing_ok=True)
         self._changed, self._writes = Condition(), Lock()
-        self._files = {each.id: each for each in self._found()}  # the one used last at the end
+        self._files = {each.id: each for each in self._found()}  # least recently used first
         self._pending: dict[str, CacheEntry] = {}
         self._names: dict[str, str] = {}
         self._is_closed = False
@@ -328,7 +328,7 @@ class DiskTier:
 
     def forget(self, wanted: EntrySelector) -> list[EntryInfo]:
         """Delete these files, and write none of these that are pending. Returns a record of each deleted file."""
-        with self._writes, self._changed:  # not while one is written, which would appear afterwards
+        with self._writes, self._changed:  # not while a file is written, which would appear afterwards
             for number, kept in list(self._pending.items()):
                 if wanted.has(kept.key, number):
                     del self._pending[number]
@@ -398,7 +398,7 @@ class DiskTier:
             if file.id in self._files:
                 self._files[file.id] = self._files.pop(file.id)
                 with suppress(OSError):
-                    os.utime(path)  # so that the next server knows the order
+                    os.utime(path)  # keeps the order of use for the next server
         return cache
 
     def _found(self) -> Iterable[File]:

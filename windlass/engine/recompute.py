@@ -35,7 +35,7 @@ class Span(NamedTuple):
 
 
 Measure = Callable[[Sequence[int]], Tensor]
-"""How far the values of the tokens at these positions are from what they would be, in one layer."""
+"""Measure how far one layer's held values of the tokens at these positions are from freshly computed ones."""
 
 
 class Recompute(ABC):
@@ -130,7 +130,7 @@ def recompute_of(spec: str | Recompute) -> Recompute:
     """
     if isinstance(spec, Recompute):
         return spec
-    check_kind("recompute", spec, str, "a mode or its name", f"use one of: {FORMS}")
+    check_kind("recompute", spec, str, "a mode or its name", f"Use one of: {FORMS}")
     typed = parse_spec(spec)
     if typed is not None and not typed.named:
         match typed.name, typed.positional:
@@ -144,7 +144,7 @@ def recompute_of(spec: str | Recompute) -> Recompute:
                 return Divergent()
             case "divergent", (share,) if re.fullmatch(r"\d?\.?\d{1,9}", share):
                 return Divergent(float(share))
-    raise UsageError(f"recompute={spec!r} is no mode; use one of: {FORMS}{near_to(spec, NAMES)}")
+    raise UsageError(f"recompute={spec!r} is no mode. Use one of: {FORMS}{near_to(spec, NAMES)}")
 
 
 LOOKED_AT: Final = 1  # the attention layer in which `Divergent` compares values
@@ -205,7 +205,7 @@ def divergence(
         raise UsageError("recompute=divergent compares values of the second attention layer, and this model has one")
     layer = layers[LOOKED_AT].whole
     if layer is None:
-        raise UsageError("recompute=divergent can't be combined with shares; use first(16), or leave shares out")
+        raise UsageError("recompute=divergent can't be combined with shares. Use first(16), or leave shares out")
     found = Divergence(LOOKED_AT, layer)
     cache.divergence = found
     try:
@@ -216,6 +216,6 @@ def divergence(
         cache.divergence = None
     distances = found.of_row(row)
     found.keep()
-    if cache.heads is not None and cache.heads.is_split:  # a distance is one over all heads
+    if cache.heads is not None and cache.heads.is_split:  # a distance is a sum over all heads
         return cache.heads.ranks.sum(distances)
     return distances

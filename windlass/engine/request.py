@@ -187,7 +187,7 @@ class Ticket:
         self._changed = Condition()
         self._is_over = False
         self.is_cancelled = False
-        """Return True if nobody waits for its events any more."""
+        """True if nobody waits for the request's events any more."""
 
     def put(self, event: Event) -> None:
         """Give out an event. Events after the last one are dropped."""

@@ -22,8 +22,8 @@ from windlass.hf.kv_cache import KVCache
 from windlass.policies.base import OneShot
 from windlass.policies.wrappers import find, scoring_chunk
 
-PROBE: Final = 9  # tokens that are read to see what a layer holds of each
-STEP_BYTES: Final = 64  # of each token of the latest pass: its positions, its id, what was asked of them
+PROBE: Final = 9  # tokens that are read to measure a layer's bytes per token
+STEP_BYTES: Final = 64  # per token of the latest pass, for its position, its id and its flags
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _measured(layer: SlotLayer) -> LayerBytes:
     return LayerBytes(layer.rules, sum(tensor.nbytes for tensor in of_slots) // table.slots, of_recalled)
 
 
-SECONDS: Final = 0.1  # a count is good for
+SECONDS: Final = 0.1  # lifetime of a count
 
 
 class Sizes:

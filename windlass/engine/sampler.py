@@ -19,7 +19,7 @@ from windlass.core.step import no_inference_mode
 from windlass.engine.request import Logprob
 from windlass.engine.sampling import Sampling
 
-DRAWS: Final = 256  # made at a time
+DRAWS: Final = 256  # random numbers made at a time
 
 
 class Sampler:
@@ -48,8 +48,8 @@ class Sampler:
         # A GPU of Apple's has no float64: of two tokens on the edge of a draw, it may take the other one.
         self._wide = torch.float32 if device.type == "mps" else torch.float64
         self._draws = torch.zeros(len(texts), DRAWS, dtype=self._wide, device=device)
-        self._column = torch.full((1,), -1, device=device)  # of the latest draws
-        self._drawn = DRAWS  # the same, as the host counts it
+        self._column = torch.full((1,), -1, device=device)  # column of the latest draws
+        self._drawn = DRAWS  # the same number on the host
         self._seen: Tensor | None = None  # (batch, vocabulary): whether a row has the token
         self._warpers = LogitsProcessorList()
         if self._is_greedy:
@@ -110,7 +110,7 @@ def weakened(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
 
 
-# In the place of a token: rank 0 found none, by a fault of the request, or by one of its own.
+# Sent instead of a token: rank 0 has none, by an error of the request or of its own.
 REFUSED: Final = -1
 BROKEN: Final = -2
 

@@ -18,7 +18,7 @@ class Sampling:
     """
 
     temperature: float = declared(
-        Option(0.0, "Randomness of the choice; 0 takes the likeliest token", float, least=0, most=100)
+        Option(0.0, "Temperature of sampling. 0 takes the likeliest token", float, least=0, most=100)
     )
     top_k: int = declared(Option(0, "Sample from the k likeliest tokens", int, least=0, most=2**62, off=0))
     top_p: float = declared(
@@ -43,7 +43,7 @@ class Sampling:
     seed: int = declared(Option(0, "Same seed, same text", int, least=0, most=2**62 - 1))
 
     def __post_init__(self) -> None:
-        check_fields(self)  # plain numbers of Python: transformers refuses those of numpy
+        check_fields(self)  # plain numbers of Python: transformers refuses numbers of numpy
 
 
 FinishReason = Literal["stop", "length", "interrupted"]

@@ -50,7 +50,7 @@ class Service(ABC):
     limits: EngineLimits
 
     options: CacheOptions
-    """Of the rows that most requests are meant for: what a request has that asks for nothing else."""
+    """Default options of a row. A request may ask for others."""
 
     @property
     def kinds(self) -> Sequence[CacheOptions]:
@@ -111,8 +111,8 @@ class Totals:
 
 
 LOG: Final = logging.getLogger("windlass.engine")
-ERRORS: Final = 3  # in a row, after which the engine is dead
-ALL: Final = "all"  # that is done; beside it, the steps of each lane are counted apart
+ERRORS: Final = 3  # errors in a row after which the engine is dead
+ALL: Final = "all"  # name of the count of errors in all work. The steps of each lane have counts of their own
 ALONE: Final = "alone"  # lanes of one request, all together
 
 
@@ -139,7 +139,7 @@ class ErrorCounter:
         errors = self._totals.errors
         try:
             work()
-            if self._totals.errors == errors:  # those of a single request of the step count, too
+            if self._totals.errors == errors:  # a single request of the step may have failed
                 for name in counts:
                     self._in_a_row.pop(name, None)
         except WindlassError as error:
@@ -157,7 +157,7 @@ class ErrorCounter:
         return True
 
 
-BEAT: Final = 1.0  # seconds between two turns of an engine that has nothing to do, by which ranks know of one another
+BEAT: Final = 1.0  # seconds between turns of an idle engine, which show other ranks that it is alive
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,7 @@ class Scheduler(Service):
         self._threads = torch.get_num_threads()  # each thread has a number of its own
         self._thread = Thread(target=self.run, name="windlass-engine", daemon=True)
         self.has_failed = False
-        """Return True if it ended by an error."""
+        """True if the engine ended by an error."""
 
     @property
     def bytes_limit(self) -> int:
@@ -330,7 +330,7 @@ class Scheduler(Service):
             check_across_ranks(request.options, self._lanes[0].cache.heads)
         with self._changed:
             if self._is_dead or self._stops_at is not None:
-                raise EngineDeadError("the engine has stopped; start the server again")
+                raise EngineDeadError("the engine has stopped. Start the server again")
             tickets = [Ticket(self._number + at, each, notify) for at, each in enumerate(requests, 1)]
             self._waiting.add(tickets)
             self._number += len(tickets)
@@ -367,11 +367,11 @@ class Scheduler(Service):
         torch.set_num_threads(self._threads)
         try:
             self._end(self._served())
-        except BaseException:  # whatever it is, nobody is to wait for an engine that has ended
+        except BaseException:  # of any kind: nobody may wait for an engine that has ended
             LOG.exception("the engine ended")
             self._totals.errors += 1
             self.has_failed = True
-            self._end("the engine has failed; see its log")
+            self._end("the engine has failed. See its log")
 
     def _served(self) -> str:
         """Take turns until the end. Returns the reason of the end."""
@@ -385,7 +385,7 @@ class Scheduler(Service):
             self._turn(turn)
             if self._guard.is_over:
                 self.has_failed = True
-                return "the engine has failed; see its log"
+                return "the engine has failed. See its log"
             self._status = self._told()
 
     def _next_turn(self) -> StepInput:

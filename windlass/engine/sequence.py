@@ -55,7 +55,7 @@ class Writer:
         ranks: Ranks | None = None,
     ) -> None:
         self.request, self._ranks = request, ranks
-        # Its repetition penalty is part of the logits whose log probabilities are told: `_adjusted` has it.
+        # The repetition penalty is part of the logits of reported log probabilities: `_adjusted` has it.
         self._sampler = Sampler(replace(request.sampling, repetition_penalty=1.0), [request.prompt], device)
         self._row = RowText(TextStream.after(tokenizer, request.prompt, request.stops), request.max_tokens)
         self._counts = Counter[int]()
@@ -119,7 +119,7 @@ class Writer:
             allowed = request.grammar.allowed().to(scores.device)
             if not bool(allowed.any()):
                 raise UsageError(
-                    "the grammar allows no token here; let the schema allow an end, or ask for another one"
+                    "the grammar allows no token here. Let the schema allow an end, or ask for another one"
                 )
             scores = scores.masked_fill(~allowed[: len(scores)], -torch.inf)
         return scores
@@ -157,7 +157,7 @@ class Lane:
         self.cache = KVCache.from_options(model, replace(options, batch=1))
         self.free = list(range(options.batch))
         self._takes_over = is_alone or shares_budget(options)
-        self._index: dict[int, int] = {}  # in the cache, of each row that was put there
+        self._index: dict[int, int] = {}  # index in the cache of each row put there
         self._idle_steps = 0
         self._is_moving = False
 
@@ -178,7 +178,7 @@ class Lane:
         if self._takes_over:
             self.cache, self._index = cache, {row: 0}
             return
-        if self._is_moving and not self._index:  # nobody is left who could be told
+        if self._is_moving and not self._index:  # no request is left
             self.reset()
         rows = self._rows_for(len(self._index) + 1)
         if rows > self.cache.batch_size or (rows < self.cache.batch_size and not self._index):
@@ -265,7 +265,7 @@ class ActiveRequest:
         self.writer = Writer(ticket.request, tokenizer, lane.cache.device, None if heads is None else heads.ranks)
         self.is_over = False
         self.seen = self.cached
-        """Tokens that were read and written so far."""
+        """Number of tokens read and written so far."""
 
     def read(self) -> None:
         """Read one more chunk of the prompt. After the last one, choose the first token."""

@@ -27,7 +27,7 @@ Messages = list[dict[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 AS_GIVEN, WRAPPED, AS_STRINGS, AS_TEXT = "as given", "wrapped", "as strings", "as text"  # how calls are given
-SYSTEM_FIRST, FOLDED = "first", "folded"  # where system texts are, if not where they were
+SYSTEM_FIRST, FOLDED = "first", "folded"  # places of system texts that are moved
 APART: Final = "\n\n"  # between texts of one message
 TOOLS_TEXT: Final = """# Tools
 
@@ -50,12 +50,12 @@ class TemplateLayout:
 
     calls: str = AS_GIVEN
     has_results: bool = True
-    """Return True if results of tools are messages of their role, and not of the user."""
+    """True if results of tools are messages of their own role, and not of the user."""
     has_tools: bool = True
-    """Return True if the template is given the tools; else the system text has them."""
+    """True if the template takes the tools. Otherwise the system text lists them."""
     system: str = AS_GIVEN
     is_joined: bool = False
-    """Return True if neighbours of one role are one message."""
+    """True if neighbouring messages of one role become one message."""
 
     def applied(self, messages: Messages, tools: Tools) -> tuple[Messages, Tools]:
         """The conversation in this form."""
@@ -71,19 +71,19 @@ class TemplateLayout:
     def told(self) -> Iterator[str]:
         """One line for each part that the template does not take as it is."""
         if not self.has_tools:
-            yield "shows no tools; the system text lists them between <tools> and </tools>"
+            yield "shows no tools. The system text lists them between <tools> and </tools>"
         if self.calls == AS_TEXT:
-            yield "shows no earlier calls; they are text between <tool_call> and </tool_call>"
+            yield "shows no earlier calls. They are text between <tool_call> and </tool_call>"
         if self.calls == WRAPPED:
-            yield 'takes only objects as arguments of a call; other arguments are {"arguments": TEXT}'
+            yield 'takes only objects as arguments of a call. Other arguments are {"arguments": TEXT}'
         if not self.has_results:
-            yield "shows no results of tools; the user says them between <tool_response> and </tool_response>"
+            yield "shows no results of tools. The user says them between <tool_response> and </tool_response>"
         if self.system == SYSTEM_FIRST:
-            yield "takes one system message, the first; all are joined there"
+            yield "takes one system message, the first. All are joined there"
         if self.system == FOLDED:
-            yield "forbids a system message; it is folded into the first message of the user"
+            yield "forbids a system message. It is folded into the first message of the user"
         if self.is_joined:
-            yield "refuses neighbours of one role; they are joined"
+            yield "refuses neighbours of one role. They are joined"
 
 
 FORMS: Final = tuple(
@@ -94,7 +94,7 @@ FORMS: Final = tuple(
         (True, False),
         (True, False),
     )
-)  # the first one that a template shows whole is taken
+)  # the first one that a template renders completely is used
 
 
 def rendered(
@@ -126,7 +126,7 @@ def rendered(
         try:
             if not marks or _shows(render(*attempt), marks):
                 return render(*form.applied(messages, tools)), form
-        except Exception:  # a template is a program of the model's authors, and raises what it likes
+        except Exception:  # a template is a program of the model's authors, and may raise anything
             continue
     return render(messages, tools), FORMS[0]
 
@@ -247,7 +247,7 @@ def _json(value: Any) -> str:
 Message = dict[str, str]  # of `role` (system, user or assistant) and `content`
 Standing = Literal["bare", "user", "reply"]
 
-REPLY = "\u2042reply\u2042"  # stands for a reply in a template; no text has it
+REPLY = "\u2042reply\u2042"  # stands for a reply in a template, and appears in no text
 TEXT = "\u2042text\u2042"  # stands for a text of the user
 
 
@@ -281,7 +281,7 @@ def following(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], e
     shown = [message("assistant", REPLY) if each["role"] == "assistant" else each for each in messages]
     _, found, rest = _rendered(tokenizer, shown).rpartition(REPLY)
     if not found:
-        raise UsageError("this model's chat template leaves earlier replies out; use `windlass generate --raw`")
+        raise UsageError("this model's chat template leaves earlier replies out. Use `windlass generate --raw`")
     # Some templates put a space between a reply and the end of its turn, which the model does not write.
     return rest.lstrip().removeprefix(ended_with) if _goes_on(rest, ended_with) else rest
 
@@ -327,13 +327,13 @@ def standing(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[St
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
     """The conversation up to the start of the next reply."""
     if not has_template(tokenizer):
-        raise UsageError("this model has no chat template; leave --system out, or choose a model made for chat")
+        raise UsageError("this model has no chat template. Leave --system out, or choose a model made for chat")
     try:
         return rendered(tokenizer, [dict(each) for each in messages])[0]
-    except Exception as error:  # a template is a program of the model's authors, and raises what it likes
+    except Exception as error:  # a template is a program of the model's authors, and may raise anything
         gist = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(
-            f"this model's chat template fails: {gist}; `windlass generate --raw` leaves the template out"
+            f"this model's chat template fails: {gist}. `windlass generate --raw` leaves the template out"
         ) from error
 
 
@@ -358,7 +358,7 @@ def _bare(text: str) -> str:
 MOST: Final = 256  # ends of a prompt: each takes a rendering of its messages
 HEAD: Final = ("system", "developer", "tool")  # roles of messages that belong to the head, before all others
 Render = Callable[[Sequence[AnyMessage]], str]
-"""A conversation as the template has it, without the start of a reply; may raise anything."""
+"""Render a conversation by the template, without the start of a reply. May raise anything."""
 
 
 def renderer(
@@ -415,7 +415,7 @@ def head_tokens(
     asked = [*messages[:count], {"role": "user", "content": TEXT}]
     try:
         head, found, _ = render(asked).partition(TEXT)
-    except Exception:  # a template is a program of the model's authors, and raises what it likes
+    except Exception:  # a template is a program of the model's authors, and may raise anything
         return 0
     if not found or (text is not None and not text.startswith(head)):
         return 0
@@ -431,13 +431,13 @@ def system_tokens(
     Raises: UsageError for a tokenizer without a chat template, or with one that fails.
     """
     if not has_template(tokenizer):
-        raise UsageError("this model has no chat template, so no message is a system text; give sinks a number")
+        raise UsageError("this model has no chat template, so no message is a system text. Give sinks a number")
     asked: list[dict[str, Any]] = [*map(dict, messages), {"role": "user", "content": TEXT}]
     try:
         _, form = rendered(tokenizer, asked, tools or ())
     except Exception as error:  # as above
         gist = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"this model's chat template fails: {gist}; give sinks a number") from error
+        raise UsageError(f"this model's chat template fails: {gist}. Give sinks a number") from error
     return head_tokens(tokenizer, renderer(tokenizer, form, tools or ()), messages)
 
 

@@ -47,11 +47,11 @@ def stops_of(
     """
     if stop is None:
         return Stops(frozenset(ends))
-    check_kind("stop", stop, (list, tuple, set, frozenset), "a list of strings and token ids", f"write stop=[{stop!r}]")
+    check_kind("stop", stop, (list, tuple, set, frozenset), "a list of strings and token ids", f"Write stop=[{stop!r}]")
     special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     strings = [each for each in stop if isinstance(each, str)]
     if "" in strings:
-        raise UsageError("stop has an empty string, which every text begins with; leave it out")
+        raise UsageError("stop has an empty string, which every text begins with. Leave it out")
     ids = {whole_number("a token id in stop", each, 0, vocabulary - 1) for each in stop if not isinstance(each, str)}
     named = {special[each] for each in strings if each in special}
     return Stops(
@@ -60,7 +60,7 @@ def stops_of(
 
 
 CONTEXT: Final = 8  # tokens before the first new one: enough for a tokenizer to place its spaces
-INCOMPLETE: Final = "\ufffd"  # what a tokenizer gives for part of a character
+INCOMPLETE: Final = "\ufffd"  # a tokenizer's text for part of a character
 BYTE: Final = re.compile("<0x([0-9A-F]{2})>")  # a token of SentencePiece that is one byte
 
 
@@ -111,11 +111,11 @@ class TextStream:
 
     tokenizer: PreTrainedTokenizerBase
     stops: Stops
-    tokens: tuple[int, ...]  # the latest, for the tokenizer to begin with
+    tokens: tuple[int, ...]  # the latest tokens, as context for the tokenizer
     decoded: str  # the text of `tokens`, as the tokenizer gives it
-    unfinished: bytes = b""  # of a character whose other bytes have not come
+    unfinished: bytes = b""  # of a character whose other bytes are missing
     piece: str = ""
-    held: str = ""  # what was not given out, because it may become a stop string
+    held: str = ""  # text that may become a stop string, so it is not yet given out
     length: int = 0  # characters given out or held
     is_stopped: bool = False
 

@@ -34,7 +34,7 @@ from windlass.policies.linear_scorer import LayerWeights, Scorer
 from windlass.policies.pairs import PairTable
 from windlass.policies.wrappers import Wrapper
 
-DIGITS: Final = 3  # of a share; equal numbers put heads into one group
+DIGITS: Final = 3  # decimals of a share: heads with equal shares form a group
 
 
 def measure_shares(
@@ -105,8 +105,8 @@ def kept_shares(
     every = torch.cat([score.flatten() for score in scores.values()])
     wanted = free * sum(score.shape[0] for score in scores.values())
     if wanted >= int((every > -torch.inf).sum()):
-        raise UsageError(f"shares: a text of {len(ids)} tokens fits into a budget of {limits.budget}; give longer ones")
-    # Of equal scores those of the lower layer and head win.
+        raise UsageError(f"shares: a text of {len(ids)} tokens fits into a budget of {limits.budget}. Give longer ones")
+    # Among equal scores the lower layer and head win.
     is_kept = torch.zeros_like(every, dtype=torch.bool)
     is_kept[every.sort(descending=True, stable=True).indices[:wanted]] = True
     parts = is_kept.split([score.numel() for score in scores.values()])
@@ -174,7 +174,7 @@ def measure_pair_costs(
     inner = CONTEXT - len(start)
     stretches = range(0, len(ids) - inner - FOLLOWING, inner)
     if not stretches:
-        raise UsageError(f"the text has {len(ids)} tokens; give one of at least {inner + FOLLOWING + 1}")
+        raise UsageError(f"the text has {len(ids)} tokens. Give one of at least {inner + FOLLOWING + 1}")
     firsts = range(max(FIRST_TOKENS, len(start)), CONTEXT - 1)
     wanted = min(len(stretches), math.ceil(tokens / len(firsts)))
     done: list[tuple[list[int], list[float]]] = []
@@ -251,7 +251,7 @@ def _predicted(model: PreTrainedModel, cache: KVCache, ids: Tensor, rows: int) -
 
 RIDGE: Final = 1e-2  # of the mean variance of a feature
 LEAST: Final = 1e-6  # probability: below it, all scores are alike
-SINKS: Final = 4  # first tokens of a text, which attention reads whatever they are, and a cache keeps
+SINKS: Final = 4  # first tokens of a text: attention reads any token there, and a cache never evicts them
 TEACHER: Final = KVzip(64)
 MAX_FEATURES: Final = 4096  # of a head: its products with each other are held in float64, for all heads
 
@@ -351,7 +351,7 @@ def fitted(
         if is_interrupted:
             raise KeyboardInterrupt
         raise UsageError(
-            f"scorer: {tokens:,} tokens are too few to fit {width:,} weights in each head; raise --texts or --length"
+            f"scorer: {tokens:,} tokens are too few to fit {width:,} weights in each head. Raise --texts or --length"
         )
     layers, explained = dict[int, LayerWeights](), dict[int, tuple[float, ...]]()
     for layer, each in moments.items():
@@ -386,7 +386,7 @@ def moments_of(model: PreTrainedModel, ids: Sequence[int]) -> LayerMoments:
         if own.shape[-1] > MAX_FEATURES:
             raise UsageError(
                 f"scorer: a kv head of layer {layer.index} has {own.shape[-1]:,} numbers a token, in its queries and "
-                f"key, and at most {MAX_FEATURES:,} can be fitted; take key_diff, or shares"
+                f"key, and at most {MAX_FEATURES:,} can be fitted. Take key_diff, or shares"
             )
         order = layer.positions[0].where(layer.positions[0] >= 0, len(ids)).argsort(-1)[:, SINKS : len(ids)]
         scores = layer.table.state[peak][0].gather(-1, order).clamp(min=LEAST).log()
@@ -420,6 +420,6 @@ def calibration_texts(
     inner = length - len(start)
     stretches = range(0, len(ids) - inner + 1, inner) if inner > 0 else range(0)
     if not stretches:
-        raise UsageError(f"the text has {len(ids)} tokens, and one of {length} is wanted; lower --length")
+        raise UsageError(f"the text has {len(ids)} tokens, and one of {length} is wanted. Lower --length")
     chosen = random.Random(seed).sample(stretches, min(count, len(stretches)))
     return [start + ids[at : at + inner] for at in sorted(chosen)]

@@ -92,7 +92,7 @@ def shortest(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> SizedSampl
     if made.total_tokens > spec.length:
         raise UsageError(
             f"length {spec.length} is too short for task {spec.label}, which takes {made.total_tokens} tokens of this "
-            f"model's at the least in text {spec.number}, question and answer included; raise --lengths"
+            f"model's at the least in text {spec.number}, question and answer included. Raise --lengths"
         )
     return made
 
@@ -126,7 +126,7 @@ def _all_of_it(fits: SizedSample, spec: SampleSpec) -> SizedSample:
     if fits.total_tokens < spec.length:
         raise UsageError(
             f"length {spec.length} is more than task {spec.label} can fill: all it has makes {fits.total_tokens} "
-            "tokens of this model's; lower --lengths"
+            "tokens of this model's. Lower --lengths"
         )
     return fits
 
@@ -143,7 +143,7 @@ def load_task(spec: str) -> tuple[str, Task]:
         name = TASKS.name_of(typed.name, NAMES)
         made = NAMES[name].reading(Path(typed.inside).expanduser())
         if made is None:
-            raise UsageError(f"task {name} reads no text, so it takes no file; use {name}")
+            raise UsageError(f"task {name} reads no text, so it takes no file. Use {name}")
         return f"{name}({typed.inside})", made
     path, name = TASKS.split(spec)
     if path is not None:
@@ -155,7 +155,7 @@ def load_task(spec: str) -> tuple[str, Task]:
 def _from_file(path: Path, name: str) -> Task:
     kind: type[Task] = TASKS.class_in(path, name)
     if inspect.isabstract(kind) or "answer_tokens" not in {field for each in kind.__mro__ for field in vars(each)}:
-        raise UsageError(f"task {name} of {path} is not whole; it needs a method compose and a number answer_tokens")
+        raise UsageError(f"task {name} of {path} is not whole. It needs a method compose and a number answer_tokens")
     with task_errors(f"{path}:{name}"):
         return kind()
 
@@ -285,7 +285,7 @@ def tasks_of(lists: ListOptions) -> dict[str, Task]:
         for depth in parse_list("--depth", lists.depths, depth_of):
             made = task.at(depth)
             if made is None:
-                raise UsageError(f"task {label} has no one place where its answer stands; leave out --depth")
+                raise UsageError(f"task {label} has no single place for its answer. Leave out --depth")
             placed[f"{label}@{depth:g}"] = made
     return placed
 

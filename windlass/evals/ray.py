@@ -17,9 +17,9 @@ from windlass.evals.ray_cluster import Batch, BatchQueue
 from windlass.evals.results import Case, Identity
 from windlass.evals.run import EvalOptions, Executor, Measured, Plan, Runner, Started
 
-# By what Ray promises: the worker, and its batch, or None while it loads.
+# Keys are Ray's references. Values are the worker and its batch, or None while the worker loads.
 Running = dict[Any, tuple[Any, Batch | None]]
-PLUGINS: Final = "windlass_"  # begins the names of modules that are files of users
+PLUGINS: Final = "windlass_"  # prefix of modules made of users' files
 
 
 class Worker:
@@ -32,7 +32,7 @@ class Worker:
     def load(self, options: EvalOptions, folder: str) -> int:
         """Load the model, once. Returns the process's id. Raises: WindlassError as the command itself would."""
         if not Path(folder).is_dir():
-            raise UsageError(f"{folder} is not on {os.uname().nodename}; run this where all machines have one folder")
+            raise UsageError(f"{folder} is not on {os.uname().nodename}. Run this where all machines have one folder")
         os.chdir(folder)
         self._runner = options.runner()
         return os.getpid()
@@ -70,7 +70,7 @@ class Crew:
         Raises: UsageError for more than there is room for, or a GPU by number.
         """
         if device.startswith("cuda:"):
-            raise UsageError(f"--device {device}: Ray chooses the GPU of each worker; write --device cuda")
+            raise UsageError(f"--device {device}: Ray chooses the GPU of each worker. Write --device cuda")
         there = ray.cluster_resources()
         cpus, gpus = int(there.get("CPU", 0)), int(there.get("GPU", 0))
         each, has_gpu = threads or 1, device == "cuda" or (device == "auto" and gpus > 0)
@@ -78,7 +78,7 @@ class Crew:
         if not 0 < (asked or 1) <= room:
             what = f"{gpus} GPUs and {cpus} processors" if has_gpu else f"{cpus} processors"
             raise UsageError(
-                f"{flag} {asked or 1} with --threads {each} do not fit: this Ray has {what}, room for {room}; lower "
+                f"{flag} {asked or 1} with --threads {each} do not fit: this Ray has {what}, room for {room}. Lower "
                 "one of them"
             )
         return cls(asked or room, each, int(has_gpu))
@@ -142,10 +142,10 @@ class RayExecutor(Executor):
         """Start another worker, unless this one died while it loaded the model, as the next one would."""
         del self._workers[worker]
         if sent is None:
-            self._note("a worker died while it loaded the model; the others go on")
+            self._note("a worker died while it loaded the model. The others continue")
             return
         if queue.died(worker, sent):
-            self._note(f"a worker died; its cell goes to another: {sent.name}")
+            self._note(f"a worker died. Its cell goes to another: {sent.name}")
         else:
             self._note(f"windlass: error: {sent.deaths} workers died over this cell, which is left out: {sent.name}")
         new = self._kind.remote()
@@ -173,4 +173,4 @@ def _finished(running: Running) -> Measured:
 
 
 def _lost_at_start() -> UsageError:
-    return UsageError("all workers died while they loaded the model; is there memory for one in each? lower --workers")
+    return UsageError("all workers died while they loaded the model. Is there memory for one in each? Lower --workers")

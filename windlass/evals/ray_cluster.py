@@ -21,10 +21,10 @@ from windlass.evals.report.summaries import grouped
 from windlass.evals.run import POOL
 
 LOCAL: Final = "local"
-# Ray's ports are open to all networks, whatever the address of its node, so our own asks for a token.
+# Ray opens its ports to all networks, at any address of its node, so our cluster asks for a token.
 MODE, TOKEN, ASKS = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "token"
 NICENESS: Final = "RAY_worker_niceness"  # 15 unless said: beside other programs such workers hardly run
-STORE_BYTES: Final = 128 << 20  # what goes between processes are lines of results, and settings
+STORE_BYTES: Final = 128 << 20  # processes exchange settings and lines of results
 
 
 @contextmanager
@@ -42,7 +42,7 @@ def connected(address: str, cpus: int | None = None) -> Iterator[None]:
         os.environ.setdefault(NICENESS, "0")
         if "ray" in sys.modules and os.environ.get(MODE) != ASKS:
             raise UsageError(
-                f"Ray was imported before a token was set, and would be open to the network; set {MODE}={ASKS} and "
+                f"Ray was imported before a token was set, and would be open to the network. Set {MODE}={ASKS} and "
                 f"{TOKEN} before, or start a cluster of your own and give its address"
             )
         os.environ[MODE] = ASKS
@@ -59,8 +59,8 @@ def connected(address: str, cpus: int | None = None) -> Iterator[None]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, OSError) as error:
         reason = str(error).strip().partition("\n")[0]
-        way = "look at its logs" if address == LOCAL else "start one with `ray start --head`, or leave the address out"
-        raise UsageError(f"--ray {address}: there is no Ray ({reason}); {way}") from error
+        way = "Look at its logs" if address == LOCAL else "Start one with `ray start --head`, or leave the address out"
+        raise UsageError(f"--ray {address}: there is no Ray ({reason}). {way}") from error
     try:
         with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
             yield

@@ -28,7 +28,7 @@ from windlass.core.parse import NO_MERGE, NO_RECALL, NO_SHARES
 VERSION: Final = 2
 FULL: Final = "full cache"
 DAMAGED: Final = "the line is damaged, take it out or run the evaluation again"
-FOREIGN: Final = "give another file"
+FOREIGN: Final = "Give another file"
 # Options of the cache beside its policy and budget, with their defaults.
 DEFAULTS: Final = {
     "merge": NO_MERGE,
@@ -39,9 +39,9 @@ DEFAULTS: Final = {
 }
 VARIED: Final = tuple(DEFAULTS)
 IDENTITY: Final = ("task", "policy", "asked_budget", *VARIED, "is_aware", "length", "sample")
-MAX_NUMBER: Final = 2**63  # that a line may hold: sums and quotients of such numbers are numbers, too
-SHOWN: Final = 60  # signs of a wrong value in an error
-SHOWN_HASH: Final = 12  # signs of a fingerprint in an error
+MAX_NUMBER: Final = 2**63  # limit of numbers in a line: their sums and quotients stay finite
+SHOWN: Final = 60  # characters of a wrong value in an error
+SHOWN_HASH: Final = 12  # characters of a fingerprint in an error
 START: Final = b'{"kind": "'  # of every line
 OTHER_VERSION: Final = "other_version"
 JsonObject = dict[str, Any]
@@ -92,9 +92,9 @@ class Header(_Line):
         """Check the version first, because a header of another one may have other fields."""
         version = line.get("version", VERSION)
         if isinstance(version, int) and version != VERSION:
-            way_out = "update windlass" if version > VERSION else "run the evaluation again"
+            way_out = "Update windlass" if version > VERSION else "Run the evaluation again"
             raise PydanticCustomError(
-                OTHER_VERSION, f"the version is {version}, and this windlass reads version {VERSION}; {way_out}"
+                OTHER_VERSION, f"the version is {version}, and this windlass reads version {VERSION}. {way_out}"
             )
         return line
 
@@ -241,7 +241,7 @@ def parse_line(row: bytes, where: str, way_out: str = DAMAGED) -> Header | Case:
         first = error.errors(include_url=False)[0]
     if first["type"] == OTHER_VERSION:
         raise UsageError(f"{where}: {first['msg']}")
-    raise UsageError(f"{where}: {_problem(first)}; {way_out}")
+    raise UsageError(f"{where}: {_problem(first)}. {way_out}")
 
 
 def _problem(error: ErrorDetails) -> str:
@@ -302,12 +302,12 @@ def open_results(path: Path, header: Header, note: Callable[[str], None]) -> Res
     """
     is_new = not path.exists()
     check_regular(path, "-o")
-    _append(path, [])  # better refused now than after the first case
+    _append(path, [])  # checked now rather than after the first case
     data = read_bytes(path, f"-o {path}")
     end = data.rfind(b"\n") + 1
     cut = data[end:]
     if not (cut.startswith(START) or START.startswith(cut)):
-        raise UsageError(f"-o {path} is not a file of results; {FOREIGN}")
+        raise UsageError(f"-o {path} is not a file of results. {FOREIGN}")
     rows = data[:end].splitlines()
     if rows:
         # A file of another version may look like anything after its header.
@@ -315,14 +315,14 @@ def open_results(path: Path, header: Header, note: Callable[[str], None]) -> Res
     lines = [_line_of(path, number, row, Case) for number, row in enumerate(rows[1:], 2)]
     cases = [line.model_copy(update={"seed": header.seed}) for line in lines]
     if cut:
-        note(f"the last line of {path} was cut in half; it is taken off, and its case run again")
+        note(f"the last line of {path} was cut in half. It is taken off, and its case run again")
         with path.open("r+b") as file:
             file.truncate(end)
     if not rows:
         try:
             _append(path, [header])
         except UsageError:
-            if is_new:  # a file without a line is of no use to anybody
+            if is_new:  # a file without lines is removed
                 path.unlink(missing_ok=True)
             raise
     return ResultsFile(path, cases)
@@ -342,7 +342,7 @@ def _line_of(path: Path, number: int, row: bytes, kind: type[Record]) -> Record:
     where = f"-o {path}, line {number}: not a {kind.__name__.lower()} line of results"
     found = parse_line(row, where, FOREIGN)
     if not isinstance(found, kind):
-        raise UsageError(f"{where}; {FOREIGN}")
+        raise UsageError(f"{where}. {FOREIGN}")
     return found
 
 
@@ -353,7 +353,7 @@ def _check_same_run(path: Path, found: Header, header: Header) -> None:
         name, in_file, wanted = differing
         if name == "fingerprint":
             in_file, wanted = (f"{each.fingerprint:.{SHOWN_HASH}} of a {each.name}" for each in (found, header))
-        raise UsageError(f"-o {path} was made with {name} {in_file}, and this run has {wanted}; {FOREIGN}")
+        raise UsageError(f"-o {path} was made with {name} {in_file}, and this run has {wanted}. {FOREIGN}")
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ def read_results(files: Sequence[Path]) -> LoadedResults:
     for file in files:
         lines, is_cut = _lines(file)
         if is_cut:
-            notes.append(f"{file.name}: the last line is cut in half, as of a run that was stopped; it is left out.")
+            notes.append(f"{file.name}: the last line is cut in half, as of a run that was stopped. It is left out.")
         seed = 0
         for line in lines:
             if isinstance(line, Header):
@@ -392,7 +392,7 @@ def read_results(files: Sequence[Path]) -> LoadedResults:
                 differing += (first.score, first.nll, first.output) != (case.score, case.nll, case.output)
     _check_one_model(headers)
     if not cases:
-        raise UsageError(f"{', '.join(map(str, files))}: there are no cases to report; let `windlass eval` run longer")
+        raise UsageError(f"{', '.join(map(str, files))}: there are no cases to report. Let `windlass eval` run longer")
     if again:
         are = "1 case is" if again == 1 else f"{again:,} cases are"
         note = f"{are} there more than once, counting the full cache of every policy as one, and counted once."
@@ -405,7 +405,7 @@ def _lines(file: Path) -> tuple[list[Header | Case], bool]:
     rows = read_bytes(file, f"results file {file}").rstrip().split(b"\n")
     if (_object(rows[0]) or {}).get("kind") != "header":
         raise UsageError(
-            f"{file} is not a results file: its first line is no header; give what `windlass eval -o` wrote"
+            f"{file} is not a results file: its first line is no header. Give a file of `windlass eval -o`"
         )
     is_cut = len(rows) > 1 and _object(rows[-1]) is None
     whole = rows[:-1] if is_cut else rows
@@ -424,8 +424,8 @@ def _object(row: bytes) -> JsonObject | None:
 def _check_one_model(headers: dict[Header, Path]) -> None:
     for (first, here), (other, there) in combinations(headers.items(), 2):
         if first.difference(other) is not None:
-            weights = "; their weights differ" if first.run_model == other.run_model else ""
+            weights = ". Their weights differ" if first.run_model == other.run_model else ""
             raise UsageError(
                 f"these are results of two models, {first.run_model} ({here}) and {other.run_model} ({there}), which "
-                f"no table should mix{weights}; make a report of each"
+                f"no table should mix{weights}. Make a report of each"
             )

@@ -48,7 +48,7 @@ from windlass.policies.registry import spelled
 from windlass.policies.wrappers import find
 
 CHUNK = 128  # tokens of a text with questions per step, or the budget where that is less
-STRIDE = 16  # tokens per step of a text that is predicted: what a token sees beyond the budget
+STRIDE = 16  # tokens per step of a predicted text: a token sees at most so many beyond the budget
 
 
 def cache_of(
@@ -152,8 +152,8 @@ def _log_probabilities(model: PreTrainedModel, cache: KVCache, piece: Tensor) ->
     return logits[0].double().log_softmax(-1)
 
 
-FULL_TOKENS = 4096  # of texts that a full cache reads too, if a model does not tell how long those of its training were
-POOL = 8  # texts per row of a batch, among which those of one budget are found
+FULL_TOKENS = 4096  # longest text for a full cache, if the model does not tell its trained length
+POOL = 8  # texts per row of a batch: texts of one budget are picked from them
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ class Runner(Executor):
             torch.set_num_threads(options.threads)
         self.model, self.tokenizer = load(options.model, options.dtype, options.device, options.weights)
         self._made: dict[tuple[str, int, int, int], SizedSample] = {}
-        self._pool: tuple[int, int] | None = None  # which texts those are
+        self._pool: tuple[int, int] | None = None  # key of the texts in the pool
 
     @cached_property
     def plan(self) -> Plan:
@@ -284,7 +284,7 @@ class Runner(Executor):
         """The key that the cells of one batch have in common."""
         fitted, settings = self._fitted(cell.spec), cell.settings
         budget = settings.budget.of(fitted.context_tokens)
-        # A text without questions is read alone; and where layers share a budget, all rows of a cache decide on it.
+        # A text without questions is read alone. If layers share a budget, it depends on all rows of a cache.
         one_shot = find(settings.options.policy, OneShot)
         is_shared = budget is not None and one_shot is not None and one_shot.shares_budget
         is_alone = not fitted.sample.turns or is_shared

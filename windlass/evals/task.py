@@ -42,13 +42,13 @@ class Task(ABC):
     """Makes samples. One object makes them all, so it remembers nothing."""
 
     answer_tokens: int
-    """Most tokens of an answer."""
+    """Maximum number of tokens in an answer."""
 
     turns: int = 1
-    """Lines of results per sample: one per question, or the one of a text without questions."""
+    """Number of result lines per sample: one per question, or one for a text without questions."""
 
     least_units: int = 0
-    """The smallest size that makes sense."""
+    """Smallest size of a sample, in units."""
 
     @property
     def most_units(self) -> int | None:
@@ -108,7 +108,7 @@ def budget_of(flag: str, part: str) -> Budget:
         return Budget(part)
     if part.endswith("x"):
         if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?x", part) or float(part[:-1]) < 1:
-            raise UsageError(f"{flag} {part!r} is not a part of the text; write 4x for a quarter of it")
+            raise UsageError(f"{flag} {part!r} is not a part of the text. Write 4x for a quarter of it")
         return Budget(part, divisor=float(part[:-1]))
     return Budget(part, slots=int_parser(flag, 1, MAX_NUMBER)(part))
 
@@ -116,5 +116,5 @@ def budget_of(flag: str, part: str) -> Budget:
 def depth_of(part: str) -> float:
     """The depth that `0`, `0.25` or `1` names. Raises: UsageError, which begins with `--depth`, for all else."""
     if not re.fullmatch(r"[01](\.[0-9]{1,6})?", part) or float(part) > 1:
-        raise UsageError(f"--depth {part!r} is not a part of the text; write 0 for its start, 0.5 for its middle, 1")
+        raise UsageError(f"--depth {part!r} is not a part of the text. Write 0 for its start, 0.5 for its middle, 1")
     return float(part)

@@ -52,7 +52,7 @@ class Filler(ABC):
     """Makes text in pieces, which begin with the space or line end before them."""
 
     joint: str
-    """The text before a line that is hidden here."""
+    """Separator before a line that is hidden in the text."""
 
     @abstractmethod
     def pieces(self, draw: random.Random, count: int) -> list[str]:

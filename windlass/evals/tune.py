@@ -46,7 +46,7 @@ from windlass.positions.modes import Compact, Original, PositionMode, SelfExtend
 NUMBER_BYTES = 4  # of a position, and of a number that a policy or a rule of merging keeps, per slot
 PROBES = (48, 80)  # budgets, too small to take time
 ASKED = 8  # tokens of a question after it
-STEPS = HEADROOM + 8  # of decode in a probe: more than records are kept of
+STEPS = HEADROOM + 8  # of decode in a probe: more than the cache keeps records of
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def budget_within(layers: Sequence[LayerCost], options: CacheOptions, size: int,
     if smallest > size:
         raise UsageError(
             f"--bytes {in_units(size)} are too few for policy {options.policy!r} in store {options.store.name}: "
-            f"{least} tokens a layer, the fewest, take {in_units(round(smallest))}; raise --bytes"
+            f"{least} tokens a layer, the fewest, take {in_units(round(smallest))}. Raise --bytes"
         )
     budgets = range(least, MAX_NUMBER + 1)
     return budgets[
@@ -144,7 +144,7 @@ def budget_within(layers: Sequence[LayerCost], options: CacheOptions, size: int,
 DEFAULT_LENGTH = 2048  # tokens of a sample, or twice the smallest budget
 SHARE = 0.9  # of the user's text in a sample, at most: samples begin at different sentences
 LEAST = 256  # tokens of a text to try anything on
-MOST_GROUP = 16  # by which distances are divided
+MOST_GROUP = 16  # limit of the group of self_extend
 NEAR = 64  # tokens that self_extend reads at their own distance
 FULL_CACHE = Settings(Budget(ALL), CacheOptions(policy=Recent(), positions=Original()))
 
@@ -293,7 +293,7 @@ def command(model: str, text: str, best: CandidateResult, loading: Sequence[str]
     return shlex.join([*words, "--chunk", str(options.chunk), *loading, "--file", text])
 
 
-LEAST_LEFT = 2  # candidates in the last round, so that there is something to compare
+LEAST_LEFT = 2  # least candidates of the last round
 SHARES = (4, 2, 1)  # of the samples, after which half of the candidates leave
 
 
@@ -348,7 +348,7 @@ class TuneRunner(Runner):
             settings = Settings(Budget(str(budget), budget), each)
             labels = settings.labels | ({"policy": "any"} if budget >= length else {}) | {"asked_budget": "any"}
             found.setdefault(tuple(labels.values()), settings)
-        # A model reads no further than it was trained to without help, so beyond that it is no measure.
+        # Beyond its trained length a model without help is no reference.
         full = [FULL_CACHE] if length <= (trained or FULL_TOKENS) else []
         grid = replace(self.typed, lengths=[length], settings=[*full, *found.values()])
         notes = tuple(f"windlass: note: left out: {line}" for line in left_out)
@@ -367,7 +367,7 @@ class TuneRunner(Runner):
             options = CacheOptions(chunk=CHUNK, **dict(zip(axes, values, strict=True)))
             try:
                 layers = [layer_bytes(shape, options) for shape in shapes]
-                budget_within(layers, options, size)  # what is far too large is not probed
+                budget_within(layers, options, size)  # rejects far too large caches without a probe
                 records = records_of(self.model, ids, options, layers)
                 made.append((options, budget_within(layers, options, size, records)))
             except UsageError as error:
@@ -380,10 +380,10 @@ class TuneRunner(Runner):
         asked = self.options.length
         if asked is not None and asked > tokens:
             raise UsageError(
-                f"--length {asked} is more than the {tokens:,} tokens of the text; lower it, or give a longer one"
+                f"--length {asked} is more than the {tokens:,} tokens of the text. Lower it, or give a longer one"
             )
         if tokens < LEAST:
-            raise UsageError(f"the text has {tokens} tokens of this model's; give one of {LEAST} or more")
+            raise UsageError(f"the text has {tokens} tokens of this model's. Give one of {LEAST} or more")
 
 
 def candidates_of(grid: Grid) -> list[Settings]:

@@ -64,7 +64,7 @@ from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
 from windlass.hf.tensor_parallel import heads_of, ranks_of
 from windlass.positions.rotary import Rotary, unturned
 
-WAY_OUT: Final = "pass the whole conversation, as it was read, and what is new, or call cache.reset() first"
+WAY_OUT: Final = "Pass the whole conversation as it was read, followed by the new text, or call cache.reset() first"
 UNKNOWN: Final = -1  # in place of the id of padding, or of a token that came without one
 
 
@@ -92,7 +92,7 @@ class CheckedGenerate:
         cache, mask, embeds = (kwargs.get(name) for name in (GENERATE, "attention_mask", "inputs_embeds"))
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
         columns: Any = ids if embeds is None else embeds
-        # A mask of more columns than there are ids tells that only what is new was passed.
+        # A mask with more columns than ids tells that the call passes only the new tokens.
         is_whole = isinstance(columns, Tensor) and (mask is None or mask.shape[1:2] == columns.shape[1:2])
         if isinstance(cache, TextCache) and is_whole:
             check_continues(cache, columns.shape[1], None if columns is embeds else ids)
@@ -113,7 +113,7 @@ def check_continues(cache: TextCache, columns: int, ids: Tensor | None) -> None:
         return
     if columns <= seen:
         raise UsageError(
-            f"generate was given a text of {columns} tokens, and this cache has read {seen} before; {WAY_OUT}"
+            f"generate was given a text of {columns} tokens, and this cache has read {seen} before. {WAY_OUT}"
         )
     if ids is None or cache.batch_size % len(ids):
         return
@@ -124,7 +124,7 @@ def check_continues(cache: TextCache, columns: int, ids: Tensor | None) -> None:
         row, column = is_other.nonzero()[0].tolist()
         raise UsageError(
             f"generate was given another text than this cache has read: token {column} of row {row} is "
-            f"{int(given[row, column])}, and was {int(read[row, column])}; {WAY_OUT}"
+            f"{int(given[row, column])}, and was {int(read[row, column])}. {WAY_OUT}"
         )
 
 
@@ -165,18 +165,18 @@ class AttachedModel(Attachment):
         self.indexers = indexers_of(decoder.attention_modules, self._is_ours, self._note_indexer)
         self.indexed = IndexedLayers()
         self.own_linear = own_linear
-        self.heads: RankHeads | None = None  # what this process has, where several hold the model together
+        self.heads: RankHeads | None = None  # heads of this process under tensor parallelism
         self.known, self.few_rows = few_rows_of(model, decoder.inner, self.whole, NAME, own_linear)
         self.columns: list[Columns] = []  # recurrent layers that are read token by token
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
-        self._chunks: dict[int, int | None] = {}  # likewise, of attention within chunks
-        self.rotaries: list[Rotary | None] = []  # per attention layer; None where it does not rotate
+        self._chunks: dict[int, int | None] = {}  # per layer, lengths of attention chunks
+        self.rotaries: list[Rotary | None] = []  # per attention layer (None: it does not rotate)
         self.numbers: dict[nn.Module, int] = {}  # of attention modules that have none of their own
         self.query_scales: dict[int, QueryScale] = {}
         self.states: dict[str, Tensor] = {}  # of recurrent layers, on "meta": their shapes for one row
         self.key_means: list[Tensor | None] | None = None  # measured when a store first asks for it
-        self._running: dict[str, RunningPass] = {}  # none or one; a dict's `setdefault` lets one thread in, not two
+        self._running: dict[str, RunningPass] = {}  # none or one: a dict's `setdefault` admits one thread only
         self.attended: set[int] = set()  # layers, in the pass that is running
         self.probe: Probe | None = None
 
@@ -236,7 +236,7 @@ class AttachedModel(Attachment):
             raise UsageError(BUSY)
         step = self._checked(mine.cache, bound)
         mine.before, mine.types = mine.cache.text, token_types(bound)
-        if mine.types is not None and step[1] > 1:  # with a picture, perhaps, which is read in one piece
+        if mine.types is not None and step[1] > 1:  # perhaps with a picture, which is read in one piece
             mine.cache.schedule(replace(mine.cache.next_pass, is_prompt=True))
         mine.cache.begin(*step)
         self.attended.clear()
@@ -274,7 +274,9 @@ class AttachedModel(Attachment):
         if source is None:
             handed[layer] = keys
         elif handed.get(source) is not keys:
-            raise UsageError(f"layer {layer} attends to other keys than those of layer {source}, as it did at attach")
+            raise UsageError(
+                f"layer {layer} attends to other keys than at attach, when it read the keys of layer {source}"
+            )
         return self.kinds.place(layer), source is not None
 
     def call(self, layer: int, mask: Mask, scale: float, softcap: float | None, sinks: Tensor | None) -> AttentionCall:
@@ -374,7 +376,7 @@ class AttachedModel(Attachment):
         Raises: UsageError for a pass that cannot begin.
         """
         if cache.model_id is not self:
-            raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
+            raise UsageError("this KVCache was made for another model, or before this one was attached. Make a new one")
         check_call((self.decoder.inner, self.decoder.outer), bound)
         columns, ids = fed(bound)
         batch, tokens = columns.shape[:2]
@@ -442,18 +444,18 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
     before = _found(model)
     if before is not None and before.model is not model:
         raise UsageError(
-            f"this {type(model).__name__} shares its layers with a {type(before.model).__name__} that is attached; use "
+            f"this {type(model).__name__} shares its layers with a {type(before.model).__name__} that is attached. Use "
             "that one, or call windlass.detach with either of them first"
         )
     if before is not None:
         if before.own_linear != own_linear:
             raise UsageError(
-                f"own_linear={own_linear}, but the model is attached with {before.own_linear}; detach it first"
+                f"own_linear={own_linear}, but the model is attached with {before.own_linear}. Detach it first"
             )
         return model
     state = ModuleState(model)
     try:
-        # Where the model was compiled before, none of these few passes is worth compiling.
+        # These few passes are not worth compiling if the model was compiled before.
         with torch.compiler.set_stance("force_eager"):
             check_kind_of_model(model)
             ranks = ranks_of(model)
@@ -491,7 +493,7 @@ def attached(model: PreTrainedModel) -> AttachedModel:
     attachment = getattr(model, NAME, None)
     if not isinstance(attachment, AttachedModel):
         check_model(model)
-        raise UsageError(f"{type(model).__name__} is not attached to windlass; call windlass.attach(model) first")
+        raise UsageError(f"{type(model).__name__} is not attached to windlass. Call windlass.attach(model) first")
     return attachment
 
 
@@ -529,7 +531,7 @@ def _attention(
         raise UsageError(BUSY)
     assert isinstance(attention_mask, Mask), "a mask that was not there when the model was attached"
     if layer in attachment.attended:
-        raise UsageError(f"layer {layer} calls attention twice in one pass; a KVCache takes one call per layer")
+        raise UsageError(f"layer {layer} calls attention twice in one pass. A KVCache takes one call per layer")
     attachment.attended.add(layer)
     query = attachment.at_positions(layer, query)
     latent = attachment.latents.get(module)

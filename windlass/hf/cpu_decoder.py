@@ -46,7 +46,7 @@ Method = tuple[str, str, str]  # a family of transformers, a class of it, a meth
 
 LAYER: Final[Method] = ("llama", "LlamaDecoderLayer", "forward")
 MLP: Final[Method] = ("llama", "LlamaMLP", "forward")
-# They differ in what they tell the attention function about windows, which ours takes from the mask.
+# Each passes a window to the attention function in its own way. Ours takes windows from the mask.
 ATTENTION: Final[tuple[Method, ...]] = tuple(
     (family, f"{family.capitalize()}Attention", "forward") for family in ("llama", "qwen2", "mistral")
 )
@@ -162,7 +162,7 @@ def _is_near(ours: Tensor, own: Tensor) -> bool:
     return bool(((ours - own).abs() <= step * (own.abs() + own.abs().median())).all())
 
 
-# Whose layers are given what the layer before returned, and all the same mask where they are of one type.
+# In these decoders each layer takes the previous layer's output, and all layers of one type share a mask.
 DECODERS: Final[tuple[Method, ...]] = tuple(
     (family, f"{family.capitalize()}Model", "forward") for family in ("llama", "mistral", "qwen2", "qwen3")
 )
@@ -184,8 +184,8 @@ class Attachment(ABC):
         """The arguments of a layer's attention in a text, whose masks are causal."""
 
 
-ROTATION: Final = "apply_rotary_pos_emb"  # of the module that defines a layer, by which its code rotates
-METHODS: Final = ("forward", "_norm")  # those whose code a kernel stands in for, see `known_code`
+ROTATION: Final = "apply_rotary_pos_emb"  # name of the rotation in the module that defines a layer
+METHODS: Final = ("forward", "_norm")  # methods that a kernel replaces, see `known_code`
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,8 +252,8 @@ class KnownLayers:
     def __init__(self, decoder: nn.Module) -> None:
         self.decoder = decoder
         self.layers: list[FewTokensLayer] = []
-        self._step: object = None  # of the pass for which they were prepared
-        self._classes: list[type[nn.Module]] = []  # of all that they compute
+        self._step: object = None  # the pass for which they were prepared
+        self._classes: list[type[nn.Module]] = []  # of all modules that they compute
         self._code: list[object] = []
         self.is_proving = False
 
@@ -311,7 +311,7 @@ class WholeDecoder:
         self.decoder: Any = known.decoder
         self._is_known = any(has_code_of(known.decoder, each) for each in DECODERS)
         self._watch: Watch | None = None
-        self._step: object = None  # of the latest pass that looked
+        self._step: object = None  # the latest pass that looked
         self._kernels: list[FewTokens] | None = None  # of all layers, as long as the watch sees no change
 
     def __deepcopy__(self, memo: dict[int, object]) -> WholeDecoder:
@@ -432,7 +432,7 @@ def _is_simple(attachment: Attachment) -> bool:
 
 
 IDS, EMBEDS = "input_ids", "inputs_embeds"
-# Arguments of a decoder that a cache has read, and those that ask for nothing.
+# Arguments of a decoder that the cache has read, and arguments without effect.
 READ: Final = frozenset({IDS, EMBEDS, "attention_mask", "position_ids", *CACHE_NAMES})
 PLAIN: Final = {"use_cache": True, "return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
@@ -456,7 +456,7 @@ def _watch_forward(watch: Watch, module: nn.Module) -> None:
         watch.no_item(vars(module), "forward")
     for name in ("_forward_hooks", "_forward_pre_hooks"):
         if getattr(module, name):
-            watch.item(vars(module), name, None)  # it is hooked, and looked at anew in each pass
+            watch.item(vars(module), name, None)  # it is hooked, and checked again in each pass
         else:
             watch.empty(vars(module), name)
 
@@ -485,7 +485,7 @@ class FewTokensLayer:
         self._rotate = global_of(self._attention, ROTATION)
         self._numbers = [(norm, epsilon_of(norm)) for norm in self._norms]
         self._prepared: _Prepared | None = None
-        self._is_proved = False  # whether the kernel was seen to give what the layer's own code gives
+        self._is_proved = False  # true once the kernel's output matched that of the layer's own code
         self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -39,10 +39,10 @@ def forward(
     out: Tensor
     cache.schedule(how)
     try:
-        if columns:  # for the last one, which decode asks for, nothing is sent to a device
+        if columns:  # decode asks for the last column, which needs no transfer to the device
             wanted = 1 if columns == [ids.shape[1] - 1] else torch.tensor(columns, device=ids.device)
             out = model(**given, past_key_values=cache, logits_to_keep=wanted).logits
-            if out.shape[1] > len(columns):  # some models take no `logits_to_keep`, and do not say so
+            if out.shape[1] > len(columns):  # some models silently ignore `logits_to_keep`
                 out = out[:, columns]
         else:
             out = attached(model).decoder.outer(**given, past_key_values=cache).last_hidden_state
@@ -59,7 +59,7 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 
 ROWS: Final = 8  # texts
-TOKENS: Final = 16  # of each; the first does not count: all texts begin alike, and often with a token like no other
+TOKENS: Final = 16  # of each text, without the first: all texts begin alike, often with a special token
 
 
 @torch.no_grad()

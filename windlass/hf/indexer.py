@@ -22,12 +22,12 @@ from windlass.hf.passes import AttributePatch, RunningPass, cache_name, not_comp
 from windlass.hf.recurrent import LayerKinds
 from windlass.positions.rotary import Rotary
 
-NAME: Final = "indexer"  # what attention modules of transformers call theirs
-LIMIT: Final = "index_topk"  # how many tokens it picks
+NAME: Final = "indexer"  # attribute of the indexer in transformers' attention modules
+LIMIT: Final = "index_topk"  # attribute with the number of picks
 HEADS: Final = "n_heads"
 SCORE_BYTES: Final = 64 * 2**20  # most bytes of an indexer's scores alive at once
 
-# The arguments of an indexer's forward pass: by column, others that it needs, and those that may be missing.
+# The arguments of an indexer's forward pass: tensors by column, some optional, and the required arguments.
 HIDDEN: Final = "hidden_states"
 ANGLES: Final = "position_embeddings"
 MASK: Final = "attention_mask"
@@ -50,7 +50,7 @@ class Indexer:
         self.limit: int = getattr(module, LIMIT)
         self.heads: int = getattr(module, HEADS, 1)
         self.turned: slice | None = None
-        """The channels of its keys that RoPE rotates, found at attach; None: none."""
+        """Channels of the index keys that RoPE rotates, found at attach (None: no channels)."""
         self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -204,7 +204,7 @@ def check_picks(indexers: Iterable[Indexer], cache: TextCache, tokens: int, unse
     if why is not None:
         raise UsageError(
             f"a query of this pass could see {most} tokens, and the model's indexer would pick {limit} of them "
-            f"({LIMIT}), which a KVCache can't do here: {why}; give it a budget, and read the prompt in chunks, so that"
+            f"({LIMIT}), which a KVCache can't do here: {why}. Give it a budget, and read the prompt in chunks, so that"
             f" both together are {limit} at most"
         )
 
@@ -239,7 +239,7 @@ class IndexedLayers:
 
     def note(self, indexer: Indexer, call: IndexerCall, running: RunningPass) -> None:
         """Note the arguments of an indexer's call in this pass."""
-        running.pickers.clear()  # layers share the latest; others would keep the hidden states of all layers
+        running.pickers.clear()  # layers share the latest, and others would keep the hidden states of all layers
         if indexer in self.indexers.values():
             running.pickers[indexer] = ModelPicker(call, call.keys(is_plain=True))
 

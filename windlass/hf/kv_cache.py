@@ -32,9 +32,7 @@ from windlass.policies.wrappers import find
 from windlass.positions.modes import PositionMode
 from windlass.stores.base import Store
 
-CHUNK: Final = (
-    128  # tokens of the second reading at once; the whole text is as far from each of its queries, or nearly so
-)
+CHUNK: Final = 128  # tokens of each step of the second pass. The whole text is about equally far from its queries
 
 
 @no_inference_mode
@@ -66,12 +64,12 @@ def _texts(cache: ModelCache) -> list[list[int]]:
     if cache.recurrent:
         raise UsageError(
             f"{what} reads the text a second time, and layer {cache.recurrent[0].index} keeps a state that would read "
-            "it twice, too; leave fit out"
+            "it twice, too. Leave fit out"
         )
     if any(layer.rules.has_places for layer in cache.layers) or texts is None:
         raise UsageError(
             f"{what} reads the text a second time, which takes the ids of all of its tokens, and this one came with "
-            "pictures or without ids; leave fit out"
+            "pictures or without ids. Leave fit out"
         )
     for layer in cache.layers:
         if layer.is_empty:
@@ -79,13 +77,13 @@ def _texts(cache: ModelCache) -> list[list[int]]:
         if layer.store.in_place() is None:
             raise UsageError(
                 f"{what} writes values that are held as they are, and the store {cache.store.name!r} holds them "
-                'otherwise in this model; take store="plain", or leave fit out'
+                'otherwise in this model. Take store="plain", or leave fit out'
             )
         held = (layer.positions >= 0).sum(-1).amin(1).tolist()
         if layer.rules.most_visible is None and (held != cache.tokens_seen or held != cache.next_positions):
             raise UsageError(
                 f"{what} needs the whole text, and layer {layer.index} holds {_listed(held)} of "
-                f"{_listed(cache.tokens_seen)} tokens; make the cache without a budget, and compress it before any edit"
+                f"{_listed(cache.tokens_seen)} tokens. Make the cache without a budget, and compress it before any edit"
             )
     return texts
 
@@ -228,7 +226,7 @@ class KVCache(ModelCache):
     def __reduce__(self) -> NoReturn:
         """Raises: UsageError. A pickled cache would take its whole model along, and fit no other."""
         raise UsageError(
-            "a KVCache can't be pickled, for it belongs to a model of this process; keep it in a file with "
+            "a KVCache can't be pickled, for it belongs to a model of this process. Keep it in a file with "
             "cache.save(path), or copy it with copy.deepcopy"
         )
 
@@ -255,10 +253,16 @@ class KVCache(ModelCache):
     ) -> KVCache:
         """Load a cache that `save` wrote. Continuing it gives the same results as without the interruption.
 
-        `policy`, as a policy or its name, is needed only if the file's policy is not one of Windlass. The whole file
-        is validated before any of it is used, so an untrusted file is safe to load. `recall_folder` is that of
-        `KVCache`: the file's evicted tokens go there. The model runs for one token to compare shapes. With a
-        `tokenizer`, a file made with another chat template causes a warning. The cached text is not changed.
+        `policy`, as a policy or its name, is needed only if the file's policy is not one of Windlass.
+        `recall_folder` is that of `KVCache`: the file's evicted tokens go there. The model runs for one token to
+        compare shapes. With a `tokenizer`, a file made with another chat template causes a warning. The cached text is
+        not changed.
+
+        The file cannot run code or name another file. Its header, checksum, model and tensors are checked before the
+        cache is made: names, shapes, dtypes and the memory of the cache, finite numbers, token ids of the vocabulary,
+        and positions within the text. The checksum finds damage and not forgery. Nothing checks that keys, values and
+        states belong to the token ids, so a forged file can steer the model's output like a prompt. The state of a
+        wrapper or of your own policy may have any numbers.
 
         Raises: PromptCacheError, naming the file, if it is missing, damaged, of another format, or made with another
         model or policy. UsageError if the model is not attached.

@@ -18,7 +18,7 @@ from windlass.core.types import Attended, Queries
 from windlass.hf.passes import AttributePatch
 from windlass.hf.weights import is_plain
 
-EXPAND: Final = "expand_kv"  # what transformers calls the method that makes keys and values out of latents
+EXPAND: Final = "expand_kv"  # transformers' method that expands latents to keys and values
 PROJECTION: Final = "kv_b_proj"  # and the module in it that holds the matrices
 TOLERANCE: Final = 1e-2  # relative, of keys and values in 16 bits
 
@@ -33,9 +33,9 @@ class Latent:
     def __init__(self, module: nn.Module, is_served: Callable[[], bool]) -> None:
         self._module, self._is_served = module, is_served
         self._heads = 0
-        self._width = self._shared = 0  # channels of a head's key that are its own, and of those that all heads share
+        self._width = self._shared = 0  # key channels of each head, and key channels that all heads share
         self.rank = 0
-        """Channels of a latent; 0 until `check` saw one."""
+        """Number of channels of a latent (0 until `check` has seen one)."""
         self.replaced = AttributePatch(module, EXPAND, self.expand_kv)
 
     def expand_kv(self, latents: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ class Latent:
         if projection is not None and is_plain(projection):
             matrices = projection.weight.unflatten(0, (self._heads, -1))
             return matrices[:, : self._width], matrices[:, self._width :]
-        # What the module makes of each channel alone.
+        # Each latent channel alone, expanded by the module, gives a column of the matrices.
         each = torch.eye(self.rank, dtype=like.dtype, device=like.device)[None, None]
         keys, values = self.replaced.original(each, each.new_zeros(1, 1, self.rank, self._shared))
         return keys[0, ..., : self._width].mT, values[0].mT

@@ -62,21 +62,21 @@ def explained(source: str, problem: str, config: PreTrainedConfig | None = None)
     except UsageError:
         raise
     except SafetensorError as error:
-        raise UsageError(f"model {source}: its weights are damaged: {gist(error)}; copy them again") from error
+        raise UsageError(f"model {source}: its weights are damaged: {gist(error)}. Copy them again") from error
     except UnpicklingError as error:
         raise UsageError(
-            f"model {source}: its weights, {PICKLES}, hold more than tensors, which could run any code; use a model "
+            f"model {source}: its weights, {PICKLES}, hold more than tensors, which could run any code. Use a model "
             f"with {SAFETENSORS}"
         ) from error
     except Exception as error:
         if "trust_remote_code" in str(error):
             raise UsageError(
-                f"model {source} can only be loaded by Python code that comes with it, which windlass does not run; "
-                "use a model of an architecture that transformers has"
+                f"model {source} can only be loaded by Python code that comes with it, which windlass does not run. "
+                "Use a model of an architecture that transformers has"
             ) from error
         if config is not None and "Unrecognized configuration class" in str(error):
             raise UsageError(
-                f"model {source}: a {config.model_type} writes no text token by token; use a decoder, which "
+                f"model {source}: a {config.model_type} writes no text token by token. Use a decoder, which "
                 "transformers loads as a causal language model"
             ) from error
         if config is None:
@@ -99,10 +99,10 @@ def hub_problem(error: Exception) -> str:
     if isinstance(error, OfflineModeIsEnabled):
         return "HF_HUB_OFFLINE is set, so it is not asked"
     if isinstance(error, GatedRepoError):
-        return f"its owner gives it to those who ask for it at {HUB}; ask there, then `hf auth login`"
+        return f"its owner gives it on request. Ask at {HUB}, then `hf auth login`"
     if isinstance(error, RepositoryNotFoundError):
-        return f"{HUB} has no such model, or it is private; look at its spelling, or `hf auth login`"
-    # The clients of the hub raise errors of their own, whose names tell what they stand for.
+        return f"{HUB} has no such model, or it is private. Look at its spelling, or `hf auth login`"
+    # The clients of the hub raise errors of their own, which are recognised by name.
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & {"ConnectError", "ConnectTimeout", "ConnectionError", "TransportError", "Timeout", "ProxyError"}:
         return f"no connection to {HUB}"
@@ -120,7 +120,7 @@ def _check_words(source: str, config: PreTrainedConfig, error: Exception) -> Non
         for name, value in part.items():
             if isinstance(value, str) and value == error.args[0]:
                 raise UsageError(
-                    f"model {source}: config.json: {name} is {value!r}, which transformers does not know; look at its "
+                    f"model {source}: config.json: {name} is {value!r}, which transformers does not know. Look at its "
                     "spelling, or use a newer transformers"
                 ) from error
 
@@ -131,14 +131,14 @@ def _check_shapes(source: str, config: PreTrainedConfig) -> None:
         with torch.device("meta"):
             wanted = AutoModelForCausalLM.from_config(config).state_dict()
         found = {name: shape for path in Path(source).glob(SAFETENSORS) for name, shape in _shapes(path).items()}
-    except Exception:  # what failed before may fail here, too
+    except Exception:  # the error before may have the same cause
         return
     wrong = [name for name in found if name in wanted and tuple(wanted[name].shape) != found[name]]
     if wrong:
         name = wrong[0]
         raise UsageError(
             f"model {source}: its config.json and its weights do not belong together: {name} has shape {found[name]}, "
-            f"and the config asks for {tuple(wanted[name].shape)}" + f"; {len(wrong)} tensors differ"
+            f"and the config asks for {tuple(wanted[name].shape)}" + f". {len(wrong)} tensors differ"
         )
 
 
@@ -296,12 +296,12 @@ def _check_gguf(source: Path | None, weights: str, is_parallel: bool) -> None:
         return
     if weights != AUTO_WEIGHTS:
         raise UsageError(
-            f"weights {weights!r}: {source.name} has codes of its own; leave them out, or use the model in "
+            f"weights {weights!r}: {source.name} has codes of its own. Leave them out, or use the model in "
             "transformers' own format"
         )
     if is_parallel:
         raise UsageError(
-            f"{source.name} is a GGUF file, whose codes cannot be spread over processes; use the model in "
+            f"{source.name} is a GGUF file, whose codes cannot be spread over processes. Use the model in "
             "transformers' own format with --tensor-parallel"
         )
 
@@ -332,7 +332,7 @@ def dtype_of(name: str) -> torch.dtype | None:
 def check_place(weights: str, device: torch.device) -> None:
     """Raises: UsageError for codes of weights on a device that has no kernel for them here."""
     if weights != AUTO_WEIGHTS and device.type != "cpu":
-        raise UsageError(f"weights {weights!r} are for a CPU, this is {device}; use device cpu, or leave them out")
+        raise UsageError(f"weights {weights!r} are for a CPU, this is {device}. Use device cpu, or leave them out")
 
 
 def device_of(name: str) -> torch.device:
@@ -347,14 +347,14 @@ def device_of(name: str) -> torch.device:
         name = "cuda" if has_cuda else "mps" if torch.backends.mps.is_available() else "cpu"
     index = gpu_number(name)
     if name == "mps" and not torch.backends.mps.is_available():
-        raise UsageError(f"device mps: PyTorch {torch.__version__} finds no GPU of an Apple computer; use device cpu")
+        raise UsageError(f"device mps: PyTorch {torch.__version__} finds no GPU of an Apple computer. Use device cpu")
     if index is None:
         return torch.device(name)
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         is_built = torch.version.cuda is not None or torch.version.hip is not None
         why = "finds no GPU that it can use" if is_built else "was built without CUDA"
-        raise UsageError(f"device {name}: PyTorch {torch.__version__} {why}; use device cpu, or install one that does")
+        raise UsageError(f"device {name}: PyTorch {torch.__version__} {why}. Use device cpu, or install one that does")
     if index >= count:
         raise UsageError(f"device {name}: PyTorch finds {count} GPU{'s' if count > 1 else ''}, the first is cuda:0")
     # Triton starts kernels on the current device, wherever their tensors are.
@@ -390,7 +390,7 @@ def _loaded(
         raise UsageError(f"model {source}: its weights lack {len(missing)} tensors, the first is {missing[0]}")
     if unused:
         warnings.warn(
-            f"model {source}: {len(unused)} tensors of its weights are not used, the first is {unused[0]}; does its "
+            f"model {source}: {len(unused)} tensors of its weights are not used, the first is {unused[0]}. Does its "
             "config.json belong to them?",
             WindlassWarning,
             stacklevel=4,

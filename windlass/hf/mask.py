@@ -10,7 +10,7 @@ from transformers.masking_utils import causal_mask_function
 
 from windlass.core.errors import UsageError
 
-QUERIES: Final = 256  # of which a matrix is made at once
+QUERIES: Final = 256  # rows of a matrix made at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +21,7 @@ class Mask:
     Otherwise `window` may be None where there is one.
     """
 
-    ndim: ClassVar[int] = 4  # what some wrappers ask of a mask, lest it be one of padding
+    ndim: ClassVar[int] = 4  # some wrappers tell a mask from padding by this
 
     window: int | None
     is_seen: Callable[..., Tensor]  # of (batch, head, query, key) indices
@@ -121,7 +121,7 @@ def mask(
     device: torch.device,
     attention_mask: object = None,
     local_size: int | None = None,
-    **kwargs: object,  # noqa: ARG001  # what a matrix would need
+    **kwargs: object,  # noqa: ARG001  # arguments for a dense mask
 ) -> Mask:
     """The mask function registered with transformers: visibility is decided by position, by the cache."""
     if isinstance(attention_mask, Mask):  # made outside of the decoder, which hands it on

@@ -64,14 +64,14 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
         """
         if not self.is_in_step:
             raise UsageError(
-                "this model is not attached to windlass; call windlass.attach(model) first, and the model as a whole"
+                "this model is not attached to windlass. Call windlass.attach(model) first, and the model as a whole"
             )
         return key_states, value_states
 
     def _linear(self, layer_idx: int) -> LinearAttentionLayer:
         """Where the model keeps the state of a layer. Raises: UsageError when the calling model is not attached."""
         if not self.is_in_step:
-            raise UsageError("this model is not attached to windlass; call windlass.attach(model) first")
+            raise UsageError("this model is not attached to windlass. Call windlass.attach(model) first")
         layer = next((each for each in self.recurrent if each.index == layer_idx), None)
         if not isinstance(layer, LinearAttentionCache):
             raise UsageError(f"layer {layer_idx} asks for a recurrent state, and its config says that it keeps none")
@@ -91,7 +91,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
 
     @not_compiled
     @no_inference_mode
-    def update_conv_state(  # type: ignore[override]  # what transformers' layer takes, by name
+    def update_conv_state(  # type: ignore[override]  # arguments of transformers' layer, by name
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> Tensor:
         """Keep the newest of a convolution's inputs. Returns its next input, with the earlier ones in front."""
@@ -212,18 +212,18 @@ def fill_from_rotated(cache: CacheState, source: Cache, kinds: LayerKinds, confi
         if layer.rotary is not None and layer.rotary.table_changes_at(seen):
             raise UsageError(
                 f"the DynamicCache holds {seen} tokens, more than the {layer.rotary.constant_length} up to which this "
-                "model's rotation is constant: each key was rotated by the table of its moment; feed the text anew"
+                "model's rotation is constant: each key was rotated by the table of its moment. Feed the text again"
             )
         positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
-        if layer.store.latent:  # there latents are called keys, and what all heads share values
+        if layer.store.latent:  # there latents are named keys, and the channels that all heads share are named values
             keys, values = torch.cat((values, keys), -1), keys
         keys = _converted_keys(keys, positions, layer.rotary, seen, is_out=False)
-        # Of transformers' caches, those of chunks and of windows are alike.
+        # transformers uses one class of cache layer for chunks and windows.
         types = getattr(config, "layer_types", None) or ()
         is_chunked = "chunked_attention" in types and types[kinds.attention[layer.index]] == "chunked_attention"
         layer.use_sliding_window(*((None, window) if is_chunked else (window, None)))
         append(layer, keys, values, positions.expand(keys.shape[0], 1, -1))
-        # A sliding layer has dropped what its window left behind, which a rollback would have to bring back.
+        # A sliding layer has dropped the tokens behind its window. A rollback would need them.
         layer.history = History(has_evicted=keys.shape[2] < seen)
     cache.rows = RowTable.after_prompt(cache.batch_size, seen)
 
@@ -287,8 +287,8 @@ def _rotated(layer: SlotLayer, end: int, is_compact: bool) -> tuple[Tensor, Tens
         positions = expected.expand_as(positions)
     elif not bool((positions == expected).all()) or first + tokens != end:
         raise UsageError(
-            f"to_rotated: layer {layer.index} does not hold positions {first} to {end - 1} in every row and head; "
-            'export a cache that has evicted under positions="compact"'
+            f"to_rotated: layer {layer.index} does not hold positions {first} to {end - 1} in every row and head. "
+            'Export a cache that has evicted under positions="compact"'
         )
     keys, values = (_gathered(states, order) for states in (layer.store.keys(), layer.store.values()))
     keys = _converted_keys(keys, positions, layer.rotary, first + tokens, is_out=True)
@@ -301,8 +301,8 @@ def refuse_indexed(cache: CacheState, what: str) -> None:
     """Raises: UsageError for a cache that holds an indexer's keys, which are not converted."""
     if any(layer.store.index for layer in cache.layers):
         raise UsageError(
-            f"{what}: the layers of this model hold keys of an indexer, too, and these are not converted; keep the "
-            "cache in a file with cache.save(path), or feed the text anew"
+            f"{what}: the layers of this model hold keys of an indexer, too, and these are not converted. Keep the "
+            "cache in a file with cache.save(path), or feed the text again"
         )
 
 

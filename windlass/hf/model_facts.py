@@ -34,13 +34,13 @@ def device_of_inputs(model: PreTrainedModel) -> torch.device:
     runs_on = getattr(hook, "execution_device", None)
     if runs_on is None:
         raise UsageError(
-            f"{type(model).__name__} has weights on the meta device, and accelerate brings them from nowhere; "
-            "load all of them"
+            f"{type(model).__name__} has weights on the meta device, and accelerate brings them from nowhere. "
+            "Load all of them"
         )
     return torch.device(runs_on)
 
 
-CANDIDATES = 4  # per token that is wanted
+CANDIDATES = 4  # per wanted token
 
 
 def ordinary_ids(model: PreTrainedModel, count: int) -> Tensor:
@@ -84,8 +84,8 @@ def _named_ids(model: PreTrainedModel) -> set[int]:
     return found
 
 
-# With these schemes `max_position_embeddings` stays what it was before the window was extended by `factor`, as
-# transformers asks; where a config tells the original length, too, the scheme does not matter.
+# With these schemes `max_position_embeddings` is the length before the window was extended by `factor`, as
+# transformers asks. A config that names the original length as well needs no scheme.
 KEEPS_LENGTH: Final = ("linear", "dynamic")
 
 
@@ -101,7 +101,7 @@ def trained_length(config: PreTrainedConfig, layer_type: str | None = None) -> i
     own = shared.get(layer_type)
     parameters = own if isinstance(own, dict) else shared
     factor, original = parameters.get("factor"), _whole(parameters.get("original_max_position_embeddings"))
-    if parameters.get("rope_type") == "longrope":  # extended in any case; its original length may be made up
+    if parameters.get("rope_type") == "longrope":  # always extended, and its original length may be made up
         return longest
     if parameters is not own and parameters.get("rope_type") in KEEPS_LENGTH:
         original = original or longest
@@ -114,14 +114,14 @@ def _whole(number: object) -> int | None:
     return number if type(number) is int and 0 < number <= MAX_NUMBER else None
 
 
-# Layer types of configs. A class of which some models are recurrent says so of all: then these decide.
+# Layer types of configs. A class with some recurrent models calls all of them recurrent: then these decide.
 ATTENTION: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 STATES_SINCE: Final = (5, 22)  # a version of transformers: before it, models reach into the layers of their caches
 COMPRESSED: Final = "keeps one entry for several tokens ({types}), none of which can be evicted by itself"
 BLOCKS: Final = "picks blocks of columns of its cache ({types}), which are other tokens once any is evicted"
 PREFILL: Final = (
-    "keeps whatever came in the first pass of a text, and slides over what came later ({types}): what a token sees "
-    "depends on how the text was fed, and not on positions, by which a KVCache decides it"
+    "keeps the tokens of the first pass of a text, and slides over later tokens ({types}): a token then sees others by "
+    "the passes of the text, and a KVCache decides by positions"
 )
 # Layer types that no eviction can serve, and why.
 REFUSED: Final[Mapping[str, str]] = {
@@ -145,13 +145,13 @@ def check_kind_of_model(model: PreTrainedModel) -> None:
         reason = "is recurrent, or keeps other states, in layers that its config's layer_types don't tell of"
     elif keeps_states(config) and tuple(map(int, __version__.split(".")[:2])) < STATES_SINCE:
         since = ".".join(map(str, STATES_SINCE))
-        reason = f"has recurrent layers, which are served with transformers {since} or newer; this is {__version__}"
+        reason = f"has recurrent layers, which are served with transformers {since} or newer. This is {__version__}"
     elif unknown := unknown_types(config):
         reason = f"has recurrent layers, and others of types that transformers' own cache does not know: {unknown}"
     elif keeps_states(config) and not layer_kinds(model).attention:
         reason = "is recurrent in all layers: no layer attends, so there are no keys to keep"
     elif has_no_weights(model):
-        reason = "has weights on the meta device, not loaded; attach runs the model, so load all of them"
+        reason = "has weights on the meta device, not loaded. Attach runs the model, so load all of them"
     if reason is not None:
         raise UnsupportedModel(reason)
 
@@ -171,5 +171,5 @@ def refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModel:
 def shown_name(name: str | os.PathLike[str]) -> str:
     """The name of a model's folder, without its path. A name on the hub is unchanged."""
     folder = Path(name).expanduser()
-    # Links stay: what a user called it says more than where it lies.
+    # Links are not resolved: the user's name says more than the target's.
     return (folder.absolute().name or str(name)) if folder.exists() else str(name)

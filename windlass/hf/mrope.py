@@ -75,12 +75,12 @@ class Axes:
             if torch.equal(given, given[:1].expand_as(given)):
                 return given[0] - first, None
             raise UsageError(
-                "position_ids differ between their axes, as those of a picture do, and this model does not turn keys "
-                "by one axis after the other; read text alone, or leave past_key_values out"
+                "position_ids differ between their axes, as in a picture, and this model does not turn keys "
+                "by one axis after the other. Read text alone, or leave past_key_values out"
             )
         if given.shape[0] not in (1, self.count, self.count + 1):
             raise UsageError(
-                f"position_ids are {tuple(given.shape)}, and this model has {self.count} axes; expected (axes, batch, "
+                f"position_ids are {tuple(given.shape)}, and this model has {self.count} axes. Expected (axes, batch, "
                 "tokens), or leave position_ids out"
             )
         return (given[0], given[1:]) if given.shape[0] == self.count + 1 else (None, given)
@@ -167,7 +167,7 @@ def turned_by_differences(module: nn.Module, args: tuple[Any, ...], kwargs: dict
 def _whole(positions: Tensor) -> Tensor:
     """Raises: UsageError for positions between whole numbers."""
     if not torch.equal(positions, positions.round()):
-        raise UsageError("position_ids are not whole numbers, as a KVCache keeps them; leave past_key_values out")
+        raise UsageError("position_ids are not whole numbers, as a KVCache keeps them. Leave past_key_values out")
     return positions.long()
 
 

@@ -23,8 +23,8 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 BUSY: Final = (
-    "a pass with a KVCache runs in this model, in another thread or around this call; "
-    "give each thread a model of its own"
+    "a pass with a KVCache runs in this model, in another thread or around this call. "
+    "Give each thread a model of its own"
 )
 
 
@@ -80,7 +80,7 @@ def check_call(called: Sequence[nn.Module], arguments: dict[str, Any]) -> None:
         raise UsageError("output_attentions is not available with a KVCache: it never holds the whole matrix")
     if arguments.get("use_cache") is False:
         raise UsageError(
-            "use_cache=False asks for a pass without a cache, but past_key_values is a KVCache; leave one of them out"
+            "use_cache=False asks for a pass without a cache, but past_key_values is a KVCache. Leave one of them out"
         )
 
 
@@ -91,7 +91,7 @@ def fed(arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     if columns is None:
         raise UsageError("the model was called with neither input_ids nor inputs_embeds")
     if not columns.shape[1]:
-        raise UsageError("the model was called with no tokens; pass those that are new")
+        raise UsageError("the model was called with no tokens. Pass the new tokens")
     return columns, ids
 
 
@@ -106,7 +106,7 @@ def check_model(model: object) -> None:
     """Check the model. Raises: UsageError unless it is a model of transformers, or one of PEFT around it."""
     # A wrapper gives the config of the model inside.
     kinds = nn.Module if isinstance(getattr(model, "config", None), PreTrainedConfig) else PreTrainedModel
-    way_out = "windlass.load(folder) gives a model and its tokenizer"
+    way_out = "Load a model and its tokenizer with windlass.load(folder)"
     check_kind("model", model, kinds, "a model of transformers", way_out)
 
 
@@ -121,7 +121,7 @@ def refuse_prefix() -> NoReturn:
     """Raises: UsageError."""
     raise UsageError(
         "PEFT's prefix tuning replaces the cache by one of its own, with keys that are rotated and have no positions: "
-        "leave the KVCache out, or give it to the base model; LoRA, IA3 and prompt tuning work with a KVCache"
+        "leave the KVCache out, or give it to the base model. LoRA, IA3 and prompt tuning work with a KVCache"
     )
 
 
@@ -137,7 +137,7 @@ def real_columns(mask: Any, cache: TextCache, tokens: int) -> Tensor | None:
     seen, is_real = cache.columns_seen, mask.bool()
     if mask.shape[1] not in (tokens, seen + tokens):
         raise UsageError(
-            f"attention_mask covers {mask.shape[1]} columns; expected {seen + tokens}, the {seen} seen and {tokens} new"
+            f"attention_mask covers {mask.shape[1]} columns. Expected {seen + tokens}, the {seen} seen and {tokens} new"
         )
     if mask.shape[1] > tokens and mask.shape[0] == cache.batch_size:  # another batch is refused with its own words
         check_mask([row.padding for row in cache.rows.rows], is_real[:, :seen])
@@ -162,16 +162,16 @@ class _InferenceOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> NoReturn:  # noqa: ARG004
         raise UsageError(
-            "a KVCache is for inference: no gradient passes through the attention of a pass with one; "
-            "leave past_key_values out of a pass that needs gradients"
+            "a KVCache is for inference: no gradient passes through the attention of a pass with one. "
+            "Leave past_key_values out of a pass that needs gradients"
         )
 
 
 POSITIONS: Final = "position_ids"
 
-# Passed by some models of transformers; attention over a cache is the same without them. `sliding_window` is among
-# them because the mask is what a model's own attention obeys: not all models that have a window pass it on, and some
-# pass it in every layer. Packed texts (`cu_seq_lens`, `max_length`) come with positions, which are compared.
+# Some models of transformers pass these arguments. Attention over a cache does not need them. `sliding_window` is
+# among them because a model's own attention obeys the mask: not all models with a window pass it on, and some pass it
+# in every layer. Packed texts (`cu_seq_lens`, `max_length`) come with positions, which are compared.
 HARMLESS: Final = frozenset(
     {
         "cache_position",
@@ -204,8 +204,8 @@ def check_arguments(layer: int, given: Mapping[str, object]) -> None:
     unknown = sorted(name for name, value in given.items() if value is not None and name not in HARMLESS)
     if unknown:
         raise UsageError(
-            f"layer {layer} hands its attention {', '.join(unknown)}, which windlass' attention does not know; "
-            "leave the argument out, or use the model without a KVCache"
+            f"layer {layer} hands its attention {', '.join(unknown)}, which windlass' attention does not know. "
+            "Leave the argument out, or use the model without a KVCache"
         )
 
 
@@ -263,7 +263,7 @@ def with_cache_as(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     if given is None:
         return rest
     if rest.get(name) is not None:
-        raise UsageError(f"{name} and {other} are two names of one argument, and both were given; leave {other} out")
+        raise UsageError(f"{name} and {other} are two names of one argument, and both were given. Leave {other} out")
     return {**rest, name: given}
 
 
@@ -305,7 +305,7 @@ def _sees_to(running: RunningPass, mask: Mask, window: int | None) -> QueryPosit
     if last is None:
         raise UsageError(
             f"{types.name} make this model ask for a mask that is not one of pictures, each of which sees itself, "
-            "inside of the sliding window; a KVCache can't read such a text"
+            "inside of the sliding window. A KVCache can't read such a text"
         )
     positions = step.positions
     return positions.maximum(positions.gather(1, last)).where(positions >= 0, EMPTY)
@@ -316,14 +316,14 @@ def _check_whole(types: TokenTypes, mask: Mask) -> None:
     start, stop = mask.columns.start, mask.columns.stop
     if start and types.columns < stop:
         raise UsageError(
-            f"{types.name} covers {types.columns} columns; expected {stop}, the {start} seen and {stop - start} new: "
+            f"{types.name} covers {types.columns} columns. Expected {stop}, the {start} seen and {stop - start} new: "
             "models look them up by the column of the text"
         )
     for cut in [at for at in (start, stop) if 0 < at < types.columns]:
         if bool(mask.sees(cut - 1, cut).any()):
             raise UsageError(
-                f"a pass ends at column {cut}, inside of a picture, whose tokens see each other in both directions; "
-                "end the pass before or after the picture: feed it in one piece, with a prefill_chunk_size that fits it"
+                f"a pass ends at column {cut}, inside of a picture, whose tokens see each other in both directions. "
+                "End the pass before or after the picture: feed it in one piece, with a prefill_chunk_size that fits it"
             )
 
 
@@ -360,7 +360,7 @@ class WholePass:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._passes: dict[int, list[RunningPass]] = {}  # per thread in which one runs, those of the decoder in it
+        self._passes: dict[int, list[RunningPass]] = {}  # by thread: its passes of the decoder
         self.__signature__ = inspect.signature(model.forward)  # which transformers' `generate` looks at
         self._cache_name = cache_name(model.forward)
         self.replaced = AttributePatch(model, "forward", self)

@@ -72,7 +72,7 @@ def check_weights(layer: int, weights: NormWeights) -> None:
 
 
 NEAR: Final = 7  # small enough for any trained length, large enough to tell two rotary bases apart
-FAR: Final = 4095  # where the config does not tell the trained length
+FAR: Final = 4095  # if the config has no trained length
 OWN_ATTENTION: Final = "does not let its attention function be chosen"
 # Attention modules that repeat keys and values after the cache gave them back. Ours stores them repeated.
 REPEATS: Final = frozenset({"JetMoeAttention"})
@@ -100,21 +100,21 @@ class Probe:
 
     def __init__(self, is_identity: bool, columns_seen: int = 0) -> None:
         self._is_identity, self._columns_seen = is_identity, columns_seen
-        self.asked_lengths: set[int] = set()  # layers that asked the cache how many columns it has seen
+        self.asked_lengths: set[int] = set()  # layers that asked the cache for the number of columns seen
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
         self.rotary_calls: list[RotaryCall] = []
         self.modules: dict[int, nn.Module] = {}
-        self.numbers: dict[nn.Module, int] = {}  # layers of modules that are told theirs in a pass, and know none
+        self.numbers: dict[nn.Module, int] = {}  # layers of modules that learn their number in a pass
         self.queries: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}
         self.norm_outputs = NormOutputs()
-        self.norm_weights: dict[int, NormWeights | None] = {}  # of norms that gave the very queries and keys
+        self.norm_weights: dict[int, NormWeights | None] = {}  # of norms whose outputs were the queries and keys
         self.windows: dict[int, int | None] = {}
         self.latents: dict[int, int] = {}  # channels of each layer's latents, where it has them
         self.sources: dict[int, int] = {}  # of a layer that attends to the keys and values of another, that layer
         self.chunks: dict[int, int | None] = {}
         self.picks = IndexerObservation()
-        self.axes = 0  # of positions, where these have several
+        self.axes = 0  # number of axes of positions
 
     def rotary_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Note a call of a rotary module. Returns the output for the model.
@@ -167,7 +167,7 @@ class Probe:
         if written_as in self.keys and layer not in self._written:
             self._note_source(layer, written_as, values)
         elif written_as != layer:
-            raise UnsupportedModel(f"writes the keys of layer {layer} to the cache as those of layer {written_as}")
+            raise UnsupportedModel(f"writes the keys of layer {layer} to the cache as keys of layer {written_as}")
         held = keys
         if latent is not None and layer in self._written:
             held = latent.check(*self._written[layer], keys, values)
@@ -379,7 +379,7 @@ def _without_head(decoder: PreTrainedModel) -> PreTrainedModel:
     return inner[0] if len(inner) == 1 and decoder.get_output_embeddings() is not None else decoder
 
 
-class _DecoderCalled(Exception):  # no error: it ends a pass of which nothing more is wanted
+class _DecoderCalled(Exception):  # no error: it ends a pass early
     """The decoder was called."""
 
 
@@ -400,7 +400,7 @@ def _given_to(decoder: nn.Module, model: PreTrainedModel) -> dict[str, Any]:
         stack.enter_context(eval_mode(model))
         stack.callback(decoder.register_forward_pre_hook(note, with_kwargs=True).remove)
         stack.callback(configs.give_back)
-        configs.exchange("eager")  # which asks for a matrix in any case
+        configs.exchange("eager")  # eager attention always asks for a matrix
         with suppress(Exception):
             model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
     return given

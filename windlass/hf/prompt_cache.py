@@ -87,15 +87,15 @@ def write(path: Path, tensors: dict[str, Tensor], contents: str) -> None:
     metadata = {"kind": KIND, "version": str(VERSION), "checksum": checksum(contents, tensors), "contents": contents}
     target = path.resolve()
     if target.exists() and not target.is_file():
-        raise PromptCacheError(f"{path} is not a regular file; give the name of a file to write")
+        raise PromptCacheError(f"{path} is not a regular file. Give the name of a file to write")
     try:
         with replacing(path) as temporary:
             save_file(tensors, temporary, metadata)
     except (OSError, SafetensorError) as error:
-        way = "free some space or save elsewhere" if _is_full(error) else "save elsewhere"
-        left = "the older file there is unchanged" if target.exists() else "nothing was left there"
+        way = "Free some space or save elsewhere" if _is_full(error) else "Save elsewhere"
+        left = "The older file is unchanged" if target.exists() else "No file was left there"
         why = error.strerror if isinstance(error, OSError) and error.strerror else error  # it names another file
-        raise PromptCacheError(f"{path} cannot be written: {why}; {left}; {way}") from error
+        raise PromptCacheError(f"{path} cannot be written: {why}. {left}. {way}") from error
 
 
 def _is_full(error: BaseException) -> bool:
@@ -116,7 +116,7 @@ def read(path: Path, check: Callable[[Header, Mapping[str, TensorSpec]], Checked
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("kind") != KIND:
-                raise PromptCacheError(f"{path} is not a prompt cache of windlass; {AGAIN}")
+                raise PromptCacheError(f"{path} is not a prompt cache of windlass. {AGAIN}")
             _check_version(path, metadata.get("version", ""))
             if set(metadata) != FIELDS:
                 raise InconsistentFile(f"its metadata has other fields than {', '.join(sorted(FIELDS))}")
@@ -126,12 +126,12 @@ def read(path: Path, check: Callable[[Header, Mapping[str, TensorSpec]], Checked
             # Copies: the file is mapped into memory, and may change or vanish later.
             tensors = {name: file.get_tensor(name).clone() for name in names}
     except FileNotFoundError:
-        raise PromptCacheError(f"{path} does not exist; {AGAIN}") from None
+        raise PromptCacheError(f"{path} does not exist. {AGAIN}") from None
     except OSError as error:
-        raise PromptCacheError(f"{path} cannot be read: {error}; give the name of a prompt-cache file") from error
+        raise PromptCacheError(f"{path} cannot be read: {error}. Give the name of a prompt-cache file") from error
     except SafetensorError as error:
         raise PromptCacheError(
-            f"{path} is damaged, cut short or not a safetensors file: {shown(str(error))}; {AGAIN}"
+            f"{path} is damaged, cut short or not a safetensors file: {shown(str(error))}. {AGAIN}"
         ) from error
     if checksum(metadata["contents"], tensors) != metadata["checksum"]:
         raise InconsistentFile("its contents do not fit its checksum")
@@ -151,13 +151,13 @@ def _check_header_size(path: Path) -> None:
     """Check the length of the header, which comes first. A pipe or a device has no end, and a folder no bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise PromptCacheError(f"{path} is not a regular file; give the name of a prompt-cache file")
+        raise PromptCacheError(f"{path} is not a regular file. Give the name of a prompt-cache file")
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
     if length > MAX_HEADER_BYTES:
         raise PromptCacheError(
             f"{path} is not a safetensors file, or damaged: its header would have {length:,} bytes, "
-            f"and may have {MAX_HEADER_BYTES:,}; {AGAIN}"
+            f"and may have {MAX_HEADER_BYTES:,}. {AGAIN}"
         )
 
 
@@ -166,8 +166,8 @@ def _check_version(path: Path, version: str) -> None:
         return
     if not (version.isascii() and version.isdigit() and len(version) < 10 and version[0] != "0"):
         raise InconsistentFile(f"its format version is {shown(version)}")
-    way_out = AGAIN if int(version) < VERSION else f"upgrade windlass or {AGAIN}"
-    raise PromptCacheError(f"{path} has format version {version}, and this windlass reads {VERSION} alone; {way_out}")
+    way_out = AGAIN if int(version) < VERSION else f"Upgrade windlass. Otherwise: {AGAIN}"
+    raise PromptCacheError(f"{path} has format version {version}, and this windlass reads {VERSION} alone. {way_out}")
 
 
 def _layout(name: str, file: Any) -> TensorSpec:
@@ -280,7 +280,7 @@ def load(
         for plan in plans:
             check_layer(plan, header, options, tensors)
     except InconsistentFile as error:
-        raise PromptCacheError(f"{path} is damaged: {error}; {AGAIN}") from None
+        raise PromptCacheError(f"{path} is damaged: {error}. {AGAIN}") from None
     tensors = own_heads(heads, tensors)
     cache = _empty_cache(model, options, tensors, make)
     for plan in plans:
@@ -295,7 +295,7 @@ def load(
     tokens = [tensors[f"tokens.{row}"].tolist() for row in range(cache.batch_size)] if header.has_tokens else None
     cache.rows = header.table(tokens)
     if tokenizer is not None and header.chat_template not in (None, template_hash(tokenizer)):
-        said = "was written with another chat template than the tokenizer has now; its text stays as it is"
+        said = "was written with another chat template than the tokenizer has now. Its text stays as it is"
         warnings.warn(f"{path} {said}", WindlassWarning, stacklevel=4)
     return cache
 
@@ -346,9 +346,9 @@ def _key_means(leaves: Sequence[Leaf], tensors: Mapping[str, Tensor]) -> list[Te
 
 def _header(cache: ModelCache, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Header:
     if type(cache.positions) not in MODES.values():
-        raise UsageError(f"positions {cache.positions!r} cannot be saved; set cache.positions to one of {list(MODES)}")
+        raise UsageError(f"positions {cache.positions!r} cannot be saved. Set cache.positions to one of {list(MODES)}")
     if type(cache.store) not in STORES.values():
-        raise UsageError(f"store {cache.store!r} cannot be saved; use a KVCache with one of: {', '.join(STORES)}")
+        raise UsageError(f"store {cache.store!r} cannot be saved. Use a KVCache with one of: {', '.join(STORES)}")
     notes = zip(cache.layers, any_evicted(cache), budgets_apart(cache), strict=True)
     return Header(
         model=type(inner_model(model)).__name__,
@@ -371,20 +371,20 @@ def _header(cache: ModelCache, model: PreTrainedModel, tokenizer: PreTrainedToke
 
 
 def _check_model(path: Path, header: Header, model: PreTrainedModel, layers: int) -> None:
-    hint = "load it with that model, or make it again with this one"
+    hint = "Load it with that model, or make it again with this one"
     ours = type(inner_model(model)).__name__
     if header.model != ours:
-        raise PromptCacheError(f"{path} was made by a {header.model}, this model is a {ours}; {hint}")
-    has_shares = header.options.shares is not None  # then there are notes on groups of heads
+        raise PromptCacheError(f"{path} was made by a {header.model}, this model is a {ours}. {hint}")
+    has_shares = header.options.shares is not None  # then notes are on groups of heads
     if len(header.layers) != layers and not has_shares:
         made = f"it has {len(header.layers)} layers, this model has {layers}"
-        raise PromptCacheError(f"{path} was made by another {ours}: {made}; {hint}")
+        raise PromptCacheError(f"{path} was made by another {ours}: {made}. {hint}")
     if header.dtype != _dtype(model):
         # A fingerprint is one of weights in their dtype, so it cannot tell whether this is the same model.
-        hint = f"load the model that made it, with dtype {header.dtype}"
-        raise PromptCacheError(f"{path} was made in {header.dtype}, this model is in {_dtype(model)}; {hint}")
+        hint = f"Load the model that made it, with dtype {header.dtype}"
+        raise PromptCacheError(f"{path} was made in {header.dtype}, this model is in {_dtype(model)}. {hint}")
     if header.fingerprint != fingerprint(model):
-        raise PromptCacheError(f"{path} was made by another {ours}: config or weights differ; {hint}")
+        raise PromptCacheError(f"{path} was made by another {ours}: config or weights differ. {hint}")
 
 
 def _dtype(model: PreTrainedModel) -> str:

@@ -179,7 +179,7 @@ def _layouts(
     batch, own = options.batch, shape.empty_store(type(options.store)())
     layouts = _in_codes(own, shape, batch, slots)
     _, keys, values = shape.states(torch.device("meta"))
-    # On "meta" nothing is allocated, whatever number of tokens the options ask for.
+    # "meta" allocates no memory for any number of tokens in the options.
     ring = FullPrecisionRing(options.store.full_precision.sinks, options.store.full_precision.newest)
     ring.allocate(keys, own.stored(values), HEADROOM + options.rollback)
     layouts |= {name: TensorSpec((batch, *tensor.shape[1:]), tensor.dtype) for name, tensor in ring.tensors.items()}
@@ -257,7 +257,7 @@ def _compare(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]
             raise InconsistentFile(f"tensor {name} is {found[name]}, and must be {layout}")
     for name in found:
         if name not in expected:
-            raise InconsistentFile(f"tensor {shown(name)} is none that it should have")
+            raise InconsistentFile(f"tensor {shown(name)} is not expected")
 
 
 def check_rows(header: Header, tensors: Mapping[str, Tensor], vocabulary: int) -> None:
@@ -277,7 +277,7 @@ def check_layer(plan: LayerPlan, header: Header, options: CacheOptions, tensors:
     is_ours, has_known_numbers = header.policy.name is not None, header.policy.name in NAMES
     kept = {STATE + name for name in options.policy.needs.state}
     for name, tensor in own.items():
-        # Only a policy from elsewhere, and one that notes scores of another, know which numbers they keep.
+        # The numbers of a user's policy, or of a wrapper, are unknown here.
         is_free = name in kept or (name.startswith(STATISTICS) and not is_ours)
         if (
             (has_known_numbers or not is_free)
@@ -320,7 +320,7 @@ def _check_positions(where: str, plan: LayerPlan, row: RowHeader, positions: Ten
     After `divide` several tokens may stand at one position, but none that came after it.
     """
     if int(positions.min()) < EMPTY or int(positions.max()) >= row.next_position:
-        raise InconsistentFile(f"{where} holds positions outside of its text, which goes on at {row.next_position}")
+        raise InconsistentFile(f"{where} holds positions outside of its text, which continues at {row.next_position}")
     is_held = positions >= 0
     if bool((is_held[:, 1:] & ~is_held[:, :-1]).any()):
         raise InconsistentFile(f"{where} has tokens behind free slots")
@@ -346,7 +346,7 @@ def _check_recalled(where: str, row: RowHeader, positions: Tensor, index: Tensor
         or int(places.max()) >= row.next_position
         or bool((places[row.tokens_seen :] != EMPTY).any())
     ):
-        raise InconsistentFile(f"{where} recalls positions outside of its text, which goes on at {row.next_position}")
+        raise InconsistentFile(f"{where} recalls positions outside of its text, which continues at {row.next_position}")
     named = index.where(positions >= 0, 0.0)
     if bool((named != named.floor()).any()) or int(named.max()) >= max(row.tokens_seen, 1):
         raise InconsistentFile(f"{where} holds other tokens than the {row.tokens_seen} that it may recall")
@@ -386,7 +386,7 @@ def _check_ring(
 ) -> None:
     """The tokens in full precision are the first and the newest that were written, each with the slot of its codes."""
     owners, token_index, written = ring[SLOTS][:, :-1].long(), ring[TOKEN_INDEX], int(ring[WRITTEN])
-    # Of an import a sliding layer was given the newest tokens alone.
+    # An import gave a sliding layer only the newest tokens.
     is_whole = plan.shape.most_visible is None
     least = row.since_edit if is_whole else 0
     if not least <= written <= row.tokens_seen or (is_whole and row.since_edit == row.tokens_seen != written):
@@ -413,4 +413,4 @@ def _check_ring(
         1, owners.clamp(min=0), ((owners >= 0) & (index >= 0)).to(positions.dtype)
     )
     if bool((is_owned & ~own).any()) or int(counts.max()) > 1:
-        raise InconsistentFile(f"{where} has tokens in full precision that are not those of their slots")
+        raise InconsistentFile(f"{where} has other tokens in full precision than in their slots")

@@ -28,9 +28,9 @@ from windlass.core.parse import MAX_NUMBER, SYSTEM
 from windlass.core.positions import MAX_PLACE, Picture
 from windlass.policies import NAMES, WRAPPERS, Policy
 
-VERSION: Final = 11  # what another windlass would misread raises it; nothing reads an older one
-AGAIN: Final = "make it again (`windlass cache MODEL TEXT --prompt-cache FILE`, or cache.save)"
-MAX_TEXT: Final = 4096  # characters of a name, a label or an option; labels hold names of files
+VERSION: Final = 11  # raised by every change that another version would misread. Older files are refused
+AGAIN: Final = "Make it again (`windlass cache MODEL TEXT --prompt-cache FILE`, or cache.save)"
+MAX_TEXT: Final = 4096  # characters of a name, a label or an option: labels hold names of files
 MAX_POLICY_NUMBER: Final = 2**62
 MAX_WRAPPED: Final = 16  # policies inside one another
 KINDS: Final[dict[str, type[Policy]]] = {**NAMES, **WRAPPERS}
@@ -53,7 +53,7 @@ def _policy_number(value: object) -> object:
 
 
 def _line(text: str) -> str:
-    # What is shown in an error must neither break its line nor steer a terminal.
+    # Text in an error must neither break its line nor steer a terminal.
     if len(text) > MAX_TEXT or not text.isprintable():
         raise ValueError(f"it is not a text of one line and at most {MAX_TEXT} characters")
     return text
@@ -122,19 +122,19 @@ class PolicyHeader(_Model):
         """The policy again. Raises: PromptCacheError, naming the file at `path`."""
         if self.name is None:
             raise PromptCacheError(
-                f"{path} was made with the policy {self.label}, which is not one of windlass' own; "
-                "give it: --policy file.py:Class, or KVCache.load(path, model, policy=...)"
+                f"{path} was made with the policy {self.label}, which is not one of windlass' own. "
+                "Give it: --policy file.py:Class, or KVCache.load(path, model, policy=...)"
             )
         if self.name not in KINDS:
             raise PromptCacheError(
-                f"{path} was made with the policy {self.name}, which this windlass lacks; upgrade it"
+                f"{path} was made with the policy {self.name}, which this windlass lacks. Upgrade it"
             )
         kind = KINDS[self.name]
         hints = get_type_hints(kind)
         if {each.name for each in fields(kind)} != {*self.fields}:  # type: ignore[arg-type]  # our own are dataclasses
             now = repr(kind()) if self.name in NAMES else kind.__name__ + str(inspect.signature(kind))
             raise PromptCacheError(
-                f"{path} was written by a windlass whose policy was {self.label}; this one has {now}: "
+                f"{path} was written by a windlass whose policy was {self.label}. This one has {now}: "
                 "read the text again"
             )
         held = {
@@ -148,7 +148,7 @@ class PolicyHeader(_Model):
             if PolicyHeader.of(policy) != self:
                 raise PolicyError(f"its policy is {policy!r}, and called {self.label}")
         except PolicyError as error:
-            raise PromptCacheError(f"{path} is damaged: {error}; {AGAIN}") from None
+            raise PromptCacheError(f"{path} is damaged: {error}. {AGAIN}") from None
         return policy
 
 
@@ -194,7 +194,7 @@ class RowHeader(_Model):
             raise ValueError(f"it has seen {seen} tokens in {self.columns} columns")
         if since > min(seen, end) or (since == seen and end != seen):
             raise ValueError(
-                f"it has seen {seen} tokens, {since} of them since its last edit, and goes on at position {end}"
+                f"it has seen {seen} tokens, {since} of them since its last edit, and continues at position {end}"
             )
         last = -1
         for start, stop in self.prompts:
@@ -297,8 +297,8 @@ class Header(_Model):
             return self.policy.made(path)
         if PolicyHeader.of(given) != self.policy:
             raise PromptCacheError(
-                f"{path} was made with the policy {self.policy.label}, not with {given!r}; "
-                "give that one, or leave it out"
+                f"{path} was made with the policy {self.policy.label}, not with {given!r}. "
+                "Give that one, or leave it out"
             )
         return given
 

@@ -20,11 +20,11 @@ from windlass.hf.passes import CACHE_NAMES, AttributePatch
 from windlass.policies import Policy
 from windlass.policies.wrappers import changes_keys, scoring_chunk
 
-# The types of a config's `layer_types` that keep a state, and those that keep nothing at all.
+# The types in a config's `layer_types` that keep a state, and the types that keep no memory.
 RECURRENT: Final = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 WITHOUT_MEMORY: Final = frozenset({"moe", "mlp"})
-STATE_PREFIX: Final = "states."  # begins the names of states in a file
-CONV: Final = "conv."  # begins the names of such tensors
+STATE_PREFIX: Final = "states."  # prefix of the names of states in a file
+CONV: Final = "conv."  # prefix of the names of such tensors
 STATE: Final = "state."
 
 
@@ -110,13 +110,13 @@ def check_policy(kinds: LayerKinds, policy: Policy) -> None:
         layer, source = next(iter(kinds.sources.items()))
         raise UsageError(
             f"{policy!r} changes the keys and queries of every layer, and layer {layer} has no keys but those of layer "
-            f"{source}; take a policy that needs no training, such as key_diff"
+            f"{source}. Take a policy that needs no training, such as key_diff"
         )
     if kinds.is_recurrent and scoring_chunk(policy):
         number, _, kind = kinds.recurrent[0]
         raise UsageError(
-            f"{policy!r} reads a text twice, and layer {number} ({kind}) keeps a state that would read it twice, too; "
-            "take a policy that reads it once, such as key_diff"
+            f"{policy!r} reads a text twice, and layer {number} ({kind}) keeps a state that would read it twice, too. "
+            "Take a policy that reads it once, such as key_diff"
         )
 
 
@@ -166,7 +166,7 @@ class LinearAttentionCache(RecurrentLayer):
 
 STATES: Final = "hidden_states"
 MASK: Final = "attention_mask"
-CACHES: Final = frozenset({*CACHE_NAMES, "cache_params"})  # what models call the cache that they hand to a layer
+CACHES: Final = frozenset({*CACHE_NAMES, "cache_params"})  # names of a layer's argument for the cache
 
 
 @final

@@ -24,7 +24,7 @@ class Candidate:
     layout: Layout
     cos: Tensor  # (rows, tokens, rotary_pairs)
     sin: Tensor
-    axes: int  # of the positions that the module takes; 0 for one
+    axes: int  # of the positions that the module takes (0: a single one)
 
     @property
     def rotary_pairs(self) -> int:
@@ -117,8 +117,8 @@ def _best(
     alike = candidates[best].rotated(plain)
     if not all(torch.equal(candidates[each].rotated(plain), alike) for each in rivals):
         raise UnsupportedModel(
-            f"rotates the keys of layer {layer} by either of two tables, which its dtype can't tell apart; "
-            "attach it in float32"
+            f"rotates the keys of layer {layer} by either of two tables, which its dtype can't tell apart. "
+            "Attach it in float32"
         )
     return best
 

@@ -25,17 +25,17 @@ from windlass.hf.probe import eval_mode
 from windlass.policies import Recent
 from windlass.positions.rotary import Rotation
 
-PASSES: Final = (5, 3)  # tokens of each pass with the cache; the model's own reads all of them at once
+PASSES: Final = (5, 3)  # tokens of each pass with the cache. The model's own pass reads all of them at once
 RECURRENT_PASSES: Final = (4, 3, 1)  # where layers keep a state, code of its own takes single tokens
 OPTIONS: Final = CacheOptions(policy=Recent(), chunk=max(PASSES), positions="original")
 HIDDEN: Final = "hidden_states"
 
-# What one rounding changes, relatively. That of float32 counts sums of thousands of products in another order, too;
+# Relative error of one rounding. In float32 it includes sums of thousands of products in another order. Products of
 # bfloat16 and float16 are summed in float32.
 ROUNDING: Final[Mapping[torch.dtype, float]] = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-18}
 # Of a float32 model whose products a GPU may round to TF32, or to bfloat16.
 FAST_ROUNDING: Final[Mapping[str, float]] = {"high": 2**-10, "medium": 2**-8}
-# Roundings in one attention module beside those of its scores: rotation, probabilities, values, projection.
+# Roundings in one attention module, without its scores: rotation, probabilities, values, projection.
 OF_ATTENTION: Final = 4
 # Linear layers with quantised weights may round activations, too: by a step of 8-bit codes.
 OF_CODES: Final = 2**-6
@@ -48,7 +48,7 @@ class CheckCache(ModelCache):
 
     def reset(self) -> None:
         super().reset()
-        self.largest_scores: dict[int, float] = {}  # by layer, and by all that share it
+        self.largest_scores: dict[int, float] = {}  # by layer, over all layers that share it
         self._rotated: dict[int, Tensor] = {}  # keys of the pass
 
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:

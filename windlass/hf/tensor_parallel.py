@@ -33,11 +33,11 @@ from windlass.policies.expected_attention import COUNT
 from windlass.stores.formats import KEY_MEANS
 from windlass.stores.full_precision import TOKEN_INDEX, WRITTEN
 
-# Of which heads the outputs of a projection are, where a plan leaves each rank its own: the names end so.
+# Ends of the names of projections whose outputs a plan splits by heads.
 KV_PROJECTIONS: Final = frozenset({"k_proj", "v_proj", "qkv_proj", "query_key_value"})
 QUERY_PROJECTIONS: Final = frozenset({"q_proj", "q_b_proj", "kv_b_proj"}) | KV_PROJECTIONS
 SPLIT: Final = "colwise"
-SLOTS_AXIS: Final = 2  # of tensors with a head axis before it; ranks may hold different numbers of slots
+SLOTS_AXIS: Final = 2  # of tensors with a head axis before it. Ranks may hold different numbers of slots
 
 
 def plan_of_processes(weights: str = AUTO_WEIGHTS) -> dict[str, Any]:
@@ -48,17 +48,17 @@ def plan_of_processes(weights: str = AUTO_WEIGHTS) -> dict[str, Any]:
     """
     launch = Launch.of(os.environ)
     if weights != AUTO_WEIGHTS:
-        raise UsageError(f"weights {weights!r} can't be spread over processes; leave them out")
+        raise UsageError(f"weights {weights!r} can't be spread over processes. Leave them out")
     if find_spec("accelerate") is None:
         raise UsageError(
-            "--tensor-parallel: transformers needs accelerate for it, and it is not installed; "
-            "install windlass[parallel]"
+            "--tensor-parallel: transformers needs accelerate for it, and it is not installed. "
+            "Run: pip install 'windlass[parallel]'"
         )
     try:
         from transformers.distributed.configuration_utils import DistributedConfig
     except ImportError:
         raise UsageError(
-            f"--tensor-parallel: transformers {__version__} has no DistributedConfig; upgrade it"
+            f"--tensor-parallel: transformers {__version__} has no DistributedConfig. Upgrade it"
         ) from None
     join(launch)
     return {"distributed_config": DistributedConfig(tp_size=launch.size, tp_plan="auto")}
@@ -78,7 +78,7 @@ def ranks_of(model: PreTrainedModel) -> Ranks | None:
     if size != dist.get_world_size():
         raise UnsupportedModel(
             f"has tp_size={size} among {dist.get_world_size()} processes: data, pipeline and expert parallelism are "
-            "not served beside it; start as many processes as tp_size says"
+            "not served beside it. Start as many processes as tp_size says"
         )
     _check_heads(model, size)
     return Ranks()
@@ -98,7 +98,7 @@ def _check_heads(model: PreTrainedModel, size: int) -> None:
         largest = math.gcd(*counts.values())
         sizes = [str(each) for each in range(1, largest + 1) if largest % each == 0]
         told = ", ".join(f"{name}={count}" for name, count in wrong.items())
-        raise UnsupportedModel(f"has {told}, which {size} processes cannot share; start one of: {', '.join(sizes)}")
+        raise UnsupportedModel(f"has {told}, which {size} processes cannot share. Start one of: {', '.join(sizes)}")
 
 
 def heads_of(ranks: Ranks, probe: Probe, kinds: LayerKinds) -> RankHeads:
@@ -158,7 +158,7 @@ def check_statistics(cache: TextCache, is_ours: bool) -> None:
     if cache.heads is not None and cache.heads.is_split and cache.policy.needs.statistics and not is_ours:
         raise UsageError(
             f"{cache.policy!r} keeps statistics, and only it knows which of them are of which head, so that the caches "
-            f"of {cache.heads.ranks.size} ranks cannot become one file; save it from a single process"
+            f"of {cache.heads.ranks.size} ranks cannot become one file. Save it from a single process"
         )
 
 

@@ -27,12 +27,12 @@ from windlass.kernels.cpu import MAX_ROWS, can_read_codes
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Watch
 
-GROUPS: Final = (128, 64, 32)  # inputs of an output that share a scale in 4 bits; the first that divides them
-OUTPUTS: Final = 16  # in 4 bits a layer has a multiple of so many
+GROUPS: Final = (128, 64, 32)  # inputs that share a scale in 4 bits. A layer uses the first that divides its inputs
+OUTPUTS: Final = 16  # in 4 bits the number of outputs is a multiple of this
 
 
 aten: Final = torch.ops.aten
-# What is done with codes as they are, and what reads of a tensor nothing but its size, its dtype and its place.
+# Operations that keep codes as they are, and operations that read only a tensor's size, dtype and device.
 KEEPING: Final = frozenset({aten.detach, aten.alias, aten.clone, aten._to_copy})
 EMPTY: Final = frozenset(
     {
@@ -138,7 +138,7 @@ class CodedWeights(Tensor):
             made = own._like(replace(own.groups, **parts), dtype or own.dtype)
             return return_and_correct_aliasing(func, args, kwargs, made)
         if func._schema.is_mutable:
-            raise UsageError("weights of a GGUF file are codes, which are not changed in place; replace the parameter")
+            raise UsageError("weights of a GGUF file are codes, which are not changed in place. Replace the parameter")
         if packet in EMPTY:
             args = tree_map_only(
                 CodedWeights,
@@ -191,7 +191,7 @@ def quantize(model: PreTrainedModel, weights: str) -> None:
     if weights == AUTO_WEIGHTS:
         return
     if getattr(model.config, "quantization_config", None) is not None or name_of(model) is not None:
-        raise UsageError(f"weights {weights!r}: this {type(model).__name__} is quantised already; leave them out")
+        raise UsageError(f"weights {weights!r}: this {type(model).__name__} is quantised already. Leave them out")
     linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
     groups = {name: _group(each) if weights == "int4" else each.in_features for name, each in linears.items()}
     taken = {name: group for name, group in groups.items() if group}
@@ -200,7 +200,7 @@ def quantize(model: PreTrainedModel, weights: str) -> None:
     ]
     left += [f"{name} ({' x '.join(map(str, each.shape))})" for name, each in model.named_parameters() if each.ndim > 2]
     if not taken:
-        raise UsageError(f"weights {weights!r}: no layer of this {type(model).__name__} can have them; leave them out")
+        raise UsageError(f"weights {weights!r}: no layer of this {type(model).__name__} can have them. Leave them out")
     with torch.no_grad(), quiet_torchao():
         for name, group in taken.items():
             _quantize_one(linears[name], weights, group)
@@ -208,7 +208,7 @@ def quantize(model: PreTrainedModel, weights: str) -> None:
         warnings.warn(
             f"weights {weights!r}: {len(left)} tensors stay in {str(model.dtype).removeprefix('torch.')}, the first is "
             f"{left[0]}"
-            + (f"; int4 wants inputs that {GROUPS[-1]} divides, and outputs that {OUTPUTS} does" * (weights == "int4")),
+            + (f". For int4, {GROUPS[-1]} must divide the inputs and {OUTPUTS} the outputs" * (weights == "int4")),
             WindlassWarning,
             stacklevel=3,
         )
@@ -346,7 +346,7 @@ class FewRows:
     def __init__(self, module: nn.Linear, whole: WholePass) -> None:
         self._module, self._whole = module, whole
         self._codes: Codes | None = None
-        self._code = type(module).forward  # whose place the kernel takes
+        self._code = type(module).forward  # replaced by the kernel
         self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, inputs: LinearInputs) -> LinearOutputs:
@@ -432,9 +432,9 @@ def watch_weights(watch: "Watch", module: nn.Module) -> None:
             watch.address(part)
 
 
-ANY: Final = "*"  # in place of an adapter's name: what computes does not depend on it
+ANY: Final = "*"  # replaces an adapter's name, on which results do not depend
 NOT_READ: Final = frozenset({"r", "lora_alpha", "lora_dropout"})  # `scaling` is made of the first two
-PEFT_ROOT: Final = "base_model.model."  # begins the names of a model that PEFT wraps
+PEFT_ROOT: Final = "base_model.model."  # prefix of the names in a model that PEFT wraps
 
 
 def computing(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -447,7 +447,7 @@ def computing(model: nn.Module) -> list[tuple[str, Tensor]]:
     tuned = {name: module for name, module in model.named_modules() if _is_tuned(module)}
     if not tuned:
         return [*model.state_dict().items()]
-    found: dict[str, str | None] = {}  # how names begin, and what stands there instead: None for what does not compute
+    found: dict[str, str | None] = {}  # prefixes of names and their replacements (None: takes no part in computing)
     for name, module in tuned.items():
         found |= _saved(name, module) if _kept(module) else _adapted(name, module)
     named = [(_renamed(name, found), tensor) for name, tensor in model.state_dict().items()]
@@ -557,7 +557,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     config = model.config.get_text_config().to_diff_dict()
     digest = hashlib.sha256(json.dumps(_without_volatile(config), sort_keys=True, default=str).encode())
     parts = [(name, _sampled(name, tensor, model)) for name, tensor in computing(model)]
-    for _, part in sorted(parts):  # those of several active adapters have one name
+    for _, part in sorted(parts):  # tensors of several active adapters share a name
         digest.update(part)
     return digest.hexdigest()
 
@@ -565,7 +565,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 def _sampled(name: str, tensor: Tensor, model: PreTrainedModel) -> bytes:
     """The name of a tensor, and the layout and a sample of each of its parts."""
     if tensor.is_meta:
-        raise UsageError(f"{name} of this {type(model).__name__} is offloaded; the fingerprint needs all weights here")
+        raise UsageError(f"{name} of this {type(model).__name__} is offloaded. The fingerprint needs all weights here")
     found = b""
     for part, held in parts_of(whole_of(tensor)).items():
         values = held.detach().flatten()

@@ -56,7 +56,7 @@ PANEL: Final = 2**18  # weights that are decoded or widened at once, for a produ
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`."""
     device = call.queries.device.type
-    # Once per picture, or chunk of joined tokens; no compiled kernel knows of picks.
+    # Runs once per picture, or chunk of joined tokens. No compiled kernel supports picks.
     if call.sees_to is not None or call.picked is not None or call.seen_until is not None:
         return reference.attend(call)
     if _is_compiled(device) and cpu.can_read(call.queries, call.keys, call.values):
@@ -200,7 +200,7 @@ def decoder_steps(
 
 def watch() -> "Watch":
     """A compiled look at objects of Python that are to stay as they are."""
-    from windlass.kernels.cpu.decode import Watch  # late, likewise
+    from windlass.kernels.cpu.decode import Watch  # late, as above
 
     return Watch()
 
@@ -288,7 +288,7 @@ def _is_compiled(device: str) -> bool:
     if cpu.instruction_set() == "none":
         warnings.warn(
             "windlass was installed without its compiled kernels (no C++ compiler was found), so attention runs in "
-            f"plain PyTorch, which is slower; install a compiler, then windlass again ({cpu.WHY_MISSING})",
+            f"plain PyTorch, which is slower. Install a compiler, then windlass again ({cpu.WHY_MISSING})",
             WindlassWarning,
             stacklevel=3,
         )
@@ -322,8 +322,8 @@ def _has_triton(device: str) -> bool:
         return False
     if find_spec("triton") is None:
         warnings.warn(
-            "Triton is not installed, so on this GPU attention runs in plain PyTorch, which is slower; "
-            "install it: pip install triton",
+            "Triton is not installed, so on this GPU attention runs in plain PyTorch, which is slower. "
+            "Install it: pip install triton",
             WindlassWarning,
             stacklevel=3,
         )

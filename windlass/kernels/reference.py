@@ -233,7 +233,7 @@ def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
     Source: KeyDiff, Park et al. 2025 (arXiv:2504.15364), algorithm 1.
     """
     floats = keys.floats().float()
-    # A key times its scale is its direction; the directions themselves, a copy of all keys, are never written.
+    # A key times its scale is its direction. The directions, a copy of all keys, are never written.
     scales = (positions >= 0) / vector_norm(floats, dim=-1).clamp(min=MIN_NORM)
     anchor = functional.normalize(scales.unsqueeze(2) @ floats, dim=-1, eps=MIN_NORM)
     cosines: PerSlot = (anchor @ floats.mT).squeeze(2) * scales
@@ -388,7 +388,7 @@ def recallable(call: PageInput) -> Tensor:
     """(batch, kv_heads, remembered): whether a token is part of the text, and in no slot of its head."""
     kv_heads, remembered = call.pieces[0].tiles.shape[1], call.positions.shape[1]
     kept = call.kept_index.long().expand(-1, kv_heads, -1)
-    is_text = pad(call.positions >= 0, (0, TILE))[:, None].expand(-1, kv_heads, -1)  # a place for what is in no slot
+    is_text = pad(call.positions >= 0, (0, TILE))[:, None].expand(-1, kv_heads, -1)  # a place for tokens in no slot
     return is_text.scatter(-1, kept.where(kept >= 0, remembered), False)[..., :remembered]
 
 
@@ -446,7 +446,8 @@ def write_tokens(call: WriteInput) -> None:
     for piece in call.pieces:
         held = piece.permute(0, 2, 4, 1, 3) if call.is_tiled else piece.transpose(1, 2)
         size, at = held.shape[1] * (TILE if call.is_tiled else 1), call.index - start
-        # In the place of what is elsewhere a token of this piece is written again; where there is none, what is there.
+        # A token of another piece is replaced by one of this piece, written twice. A piece without tokens rewrites
+        # its old contents.
         is_here = (at >= 0) & (at < size)
         is_any, one = is_here.any(1, keepdim=True), is_here.int().argmax(1, keepdim=True)
         at = at.where(is_here, at.gather(1, one)).where(is_any, 0)

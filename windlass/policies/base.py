@@ -63,10 +63,10 @@ from windlass.stores.base import Store
 TOKEN: Final = "token"  # state: the token's id, which float32 holds exactly up to 2**24
 WEIGHT: Final = "token_weight"  # state: the token's weight in a merged token, for rules of merging that use it
 ACCUMULATES: Final = "token_accumulates"
-"""State: 1 where the token is to join the one before it. A policy that declares it gives it in `preprocess`; with a
-rule of merging by means the cache then joins tokens as they come, with a budget or without one."""
+"""State: 1 if the token joins the one before it. A policy that declares it computes it in `preprocess`. With a merge
+rule of means the cache then joins tokens as they come, with a budget or without one."""
 INITIAL_STATE: Final = {TOKEN: "token ids", WEIGHT: "learned weights", ACCUMULATES: "learned decisions"}
-"""State that is known only when its token is written, with the words for it in errors."""
+"""State that is known only when its token is written, with its name in errors."""
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,10 @@ class Policy(ABC):
     """Ranks the tokens of a layer. The lowest scores are evicted first."""
 
     needs: Needs = Needs()
-    """What the cache keeps for you."""
+    """State, statistics and observations that the cache keeps for the policy."""
 
     observed_queries: int | None = 0
-    """How many of a step's last queries are observed; 0: none (fast), None: all."""
+    """Number of a step's last queries that the policy observes (0 is fastest, None means all)."""
 
     def observe(self, slots: Slots, observation: Observation) -> None:  # noqa: B027  # most policies observe nothing
         """Update `slots.state` and `slots.statistics` by the attention of the step."""
@@ -176,12 +176,13 @@ class OneShot(ABC):  # noqa: B024  # every member has a default
     """
 
     scoring_chunk: int = 0
-    """Tokens in each step of a second pass over the text, before that eviction; 0: no second pass. The policy
-    observes these steps, and the cache keeps nothing else of them. Their `mass` is not a sum, but the largest
-    probability that one query head of one query gave the slot."""
+    """Number of tokens in each step of a second pass over the text, before the eviction (0: no second pass).
+
+    The policy observes these steps, and the cache stores none of their tokens. Their `mass` is not a sum, but the
+    largest probability that one query head of one query gave the slot."""
 
     shares_budget: bool = False
-    """Return True if the eviction ranks the tokens of all layers together, so that layers keep different numbers."""
+    """True if the eviction ranks the tokens of all layers together. Layers then keep different numbers of tokens."""
 
 
 class Budgeter(ABC):
@@ -261,7 +262,7 @@ def gather_sorted(states: Tensor, order: SlotIndex) -> Tensor:
     """`states` (batch, kv_heads, slots, channels) in the order of the text, which `kernels.argsort_positions` gives."""
     heads = torch.arange(states.shape[0] * states.shape[1], device=order.device).view(*states.shape[:2], 1)
     rows = (heads * states.shape[2] + order).flatten()
-    # Whole rows are copied several times as fast as their numbers one by one, which is what gather does.
+    # Copying whole rows is several times as fast as `gather`, which copies single numbers.
     return states.flatten(0, 2).index_select(0, rows).view(*order.shape, -1)
 
 

@@ -17,7 +17,7 @@ from windlass.policies.recent import Recent
 from windlass.policies.tova import TOVA
 from windlass.policies.wrappers import Composite, InChunks, InGroups, Pyramid, Smoothed, Wrapper, changes_keys, find
 
-UNKNOWN_STATE: Final = {TOKEN: -1.0, WEIGHT: 1.0}  # of tokens written while it was not kept; other state is 0
+UNKNOWN_STATE: Final = {TOKEN: -1.0, WEIGHT: 1.0}  # of tokens written before the policy declared it. Other state is 0
 
 
 @contextmanager
@@ -111,11 +111,11 @@ def unknown_state(names: tuple[str, ...], positions: SlotPositions) -> dict[str,
     return {name: torch.full_like(positions, UNKNOWN_STATE.get(name, 0.0), dtype=torch.float32) for name in names}
 
 
-# Of those that rank all heads alike: what looks at no head, so that all ranks come to the same,
+# Policies that rank all heads alike: these read no head, so all ranks compute the same scores.
 ALIKE: Final = (Recent, Pairs)
-# what reads of attention nothing but its sum over the heads,
+# These read only the sum of attention over the heads.
 SUMMED: Final = (TOVA,)
-# and wrappers that look at nothing but the scores of the policy inside.
+# These wrappers read only the scores of the wrapped policy.
 OF_SCORES: Final = (Smoothed, InChunks, InGroups, Pyramid, Composite)
 
 
@@ -156,8 +156,8 @@ def across_ranks(policy: Policy, heads: RankHeads | None) -> Policy:
     if isinstance(policy, Wrapper) and type(policy) in OF_SCORES:
         return replace(policy, policy=across_ranks(policy.policy, heads))
     raise PolicyError(
-        f"{policy!r} ranks all heads of a layer alike, and each of {heads.ranks.size} ranks has only some of them; "
-        "take one that ranks each head by itself (H2O, SnapKV, KeyDiff), or TOVA or Recent, which are served"
+        f"{policy!r} ranks all heads of a layer alike, and each of {heads.ranks.size} ranks has only some of them. "
+        "Take one that ranks each head by itself (H2O, SnapKV, KeyDiff), or TOVA or Recent, which are served"
     )
 
 
@@ -166,6 +166,6 @@ def _of_keys(policy: Policy) -> Policy:
     if policy.observed_queries == 0 and find(policy, Initializer) is None and not changes_keys(policy):  # type: ignore[type-abstract]  # none is made
         return policy
     raise PolicyError(
-        f"{policy!r} ranks by queries, and here each rank has some of the query heads that read the same keys; take "
+        f"{policy!r} ranks by queries, and here each rank has some of the query heads that read the same keys. Take "
         "one that ranks by keys (KeyDiff, KeyNorm, LagKV), or Recent"
     )

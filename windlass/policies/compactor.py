@@ -50,7 +50,7 @@ class Compactor(Policy):
     def observe(self, slots: Slots, observation: Observation) -> None:
         order = kernels.argsort_positions(slots.positions)
         held = (slots.positions >= 0).sum(-1, keepdim=True)
-        # The observed queries are the newest tokens, so that what shares a block with them is new, too.
+        # The observed queries are the newest tokens, so tokens that share a block with them are new as well.
         newest = min(order.shape[-1], observation.positions.shape[1] + BLOCK)
         ranks = (held - newest).clamp(min=0) + torch.arange(newest, device=order.device)
         is_key = ranks < held

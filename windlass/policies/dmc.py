@@ -67,7 +67,7 @@ class DMC(Policy, ModelSpecific):
         accumulates, joins = (slots.state[name].gather(-1, order) for name in (ACCUMULATES, JOINS))
         following = positions.roll(-1, -1)
         following[..., -1] = -1
-        # Once the token after it was merged into a later one, that one's decision is not about this token.
+        # If the next token was merged into a later one, the later one's decision is not about this token.
         joins = torch.where(following == positions + 1, accumulates.roll(-1, -1), joins)
         slots.state[JOINS].scatter_(-1, order, joins)
         is_free = (following > positions) & (following < slots.next_positions[:, None, None] - slots.window)

@@ -12,7 +12,7 @@ from windlass.core.positions import rotate
 from windlass.core.types import Scores, SlotKeys
 from windlass.policies.base import Needs, Observation, Policy, Slots
 
-COUNT: Final = "count"  # statistics: how many queries of each row the means are of
+COUNT: Final = "count"  # statistics: number of queries in the means of each row
 
 
 def is_from(observation: Observation, start: int) -> Tensor:
@@ -92,7 +92,7 @@ class ExpectedAttention(Policy):
         update_means(slots.statistics, is_counted, {"mean": queries})
         if not self.has_covariance:
             return
-        # Welford's: what the old mean leaves, times what the new one leaves.
+        # Welford's update: the difference from the old mean times the difference from the new mean.
         old = (queries - mean[:, :, None]).masked_fill(~is_counted, 0.0)
         new = (queries - slots.statistics["mean"][:, :, None]).masked_fill(~is_counted, 0.0)
         products, added = old.mT @ new, is_counted.sum(2, keepdim=True)

@@ -25,5 +25,5 @@ class KeyDiff(Policy, KernelPolicy):
         return Ranking("nothing", "novelty")
 
     def score(self, slots: Slots) -> Scores:
-        # The sum over slots rounds by their order, which must not decide what is kept.
+        # The sum over slots rounds by their order, which must not change the eviction.
         return -(kernels.mean_key_cosine(slots.packed_keys(), slots.positions) * 2**16).round()

@@ -20,5 +20,5 @@ class KeyNorm(Policy):
 
     def score(self, slots: Slots) -> Scores:
         norms: Scores = vector_norm(slots.keys(), dim=-1, dtype=torch.float32)
-        # A product over several rows rounds otherwise than over one, which must not decide what is kept.
+        # A product over several rows rounds otherwise than over one, which must not change the eviction.
         return -(norms.log2() * 2**16).round()

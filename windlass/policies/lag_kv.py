@@ -16,7 +16,7 @@ MIN_RANGE: Final = 1e-6  # of a channel over a block: where tokens are repeated 
 UNRANKED: Final = 2.0  # above all ranks
 # Prompt-cache files hold this state under its names, which must not change.
 LAG_SCORE: Final = "lag_score"  # state: the rank of a token in its block, a number from 0 to 1
-LAG_END: Final = "lag_end"  # state: where the last whole block ended when that was found; 0: it has no rank yet
+LAG_END: Final = "lag_end"  # state: the end of the last whole block when the rank was computed (0: no rank yet)
 
 
 @dataclass(frozen=True)

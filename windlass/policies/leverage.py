@@ -40,8 +40,8 @@ class Leverage(Policy):
     def score_among(self, slots: Slots, is_counted: Tensor) -> Scores:
         """The leverage of each counted slot among the counted ones. It is 0 for the other slots."""
         is_row = is_counted.unsqueeze(-1)
-        # In float64: sums over slots round by their order, which must not decide what is kept, and
-        # fewer tokens than channels leave nothing but the ridge in some directions.
+        # In float64: sums over slots round by their order, which must not change the eviction. With fewer tokens than
+        # channels only the ridge is left in some directions.
         keys = slots.keys().double()
         mean = (keys * is_row).sum(2, keepdim=True) / is_row.sum(2, keepdim=True).clamp(min=1)
         x = (keys - mean) * is_row
@@ -50,7 +50,7 @@ class Leverage(Policy):
         ridge = self.ridge * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
         factor = torch.linalg.cholesky_ex(x.mT @ x + ridge).L
         whitened: Tensor = torch.linalg.solve_triangular(factor, x.mT, upper=False)
-        # In steps: the same word has the same key but for the rounding of its pass, which must not decide what is kept.
+        # In steps: keys of the same word differ by the rounding of their pass, which must not change the eviction.
         return ((whitened.square().sum(-2) * 2**16).round() / 2**16).float()
 
 

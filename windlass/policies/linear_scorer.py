@@ -21,9 +21,9 @@ from windlass.policies.base import Initializer, KernelPolicy, ModelSpecific, Nee
 
 KIND: Final = "windlass scorer"
 VERSION: Final = 1
-AGAIN: Final = "make it with `windlass calibrate MODEL TEXT --scorer -o FILE`"
+AGAIN: Final = "Make it with `windlass calibrate MODEL TEXT --scorer -o FILE`"
 DOCUMENT: Final = "windlass"  # the one name of the file's metadata
-WEIGHTS: Final = "weights"  # begins the names of tensors, before the number of a layer
+WEIGHTS: Final = "weights"  # prefix of the names of tensors, before the number of a layer
 BIAS: Final = "bias"
 
 
@@ -72,7 +72,7 @@ def write(scorer: Scorer, path: Path) -> None:
         with replacing(path.expanduser()) as temporary:
             temporary.write_bytes(save(tensors, {DOCUMENT: document}))
     except OSError as error:
-        raise UsageError(f"-o {path} cannot be written: {error.strerror}; give another name") from None
+        raise UsageError(f"-o {path} cannot be written: {error.strerror}. Give another name") from None
 
 
 def read(path: Path) -> Scorer:
@@ -80,16 +80,18 @@ def read(path: Path) -> Scorer:
     try:
         data = read_bytes(path.expanduser(), f"scorer {path}")
     except UsageError as error:
-        raise UsageError(f"{error}; {AGAIN}") from None
+        raise UsageError(f"{error}. {AGAIN}") from None
     document = _document(path, data)
     try:
         tensors = load(data)
     except (SafetensorError, ValueError) as error:
-        raise UsageError(f"scorer {path} is cut short or damaged: {error}; {AGAIN}") from None
+        raise UsageError(f"scorer {path} is cut short or damaged: {error}. {AGAIN}") from None
     try:
         return _scorer(document, tensors)
     except (KeyError, TypeError, ValueError):
-        raise UsageError(f"scorer {path} is damaged: its fields are not those that windlass writes; {AGAIN}") from None
+        raise UsageError(
+            f"scorer {path} is damaged: its fields differ from those of windlass' files. {AGAIN}"
+        ) from None
 
 
 def _document(path: Path, data: bytes) -> dict[str, Any]:
@@ -100,9 +102,9 @@ def _document(path: Path, data: bytes) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         kind = None
     if kind != KIND:
-        raise UsageError(f"scorer {path}: this is no file of a scorer, or a damaged one; {AGAIN}")
+        raise UsageError(f"scorer {path}: this is no file of a scorer, or a damaged one. {AGAIN}")
     if version != VERSION:
-        raise UsageError(f"scorer {path} has format version {version}, this windlass reads {VERSION}; {AGAIN}")
+        raise UsageError(f"scorer {path} has format version {version}, this windlass reads {VERSION}. {AGAIN}")
     return dict(document)
 
 
@@ -127,7 +129,7 @@ def _scorer(document: dict[str, Any], tensors: dict[str, Tensor]) -> Scorer:
 
 # Prompt-cache files hold this state under its name, which must not change.
 PREDICTED: Final = "predicted_peak"
-"""A predicted logarithm, in steps of 1 / STEPS, plus ZERO: a whole number of at least 1. 0: there was no prediction."""
+"""State: a predicted logarithm in steps of 1 / STEPS, plus ZERO: a whole number of at least 1 (0: no prediction)."""
 STEPS: Final = 2**10  # so that copies of a word tie, though their queries and keys differ by rounding
 ZERO: Final = 2**17  # more than any prediction is below 0, and float32 holds all steps around it
 
@@ -192,11 +194,11 @@ class LinearScorer(Policy, ModelSpecific, Initializer, KernelPolicy):
 
     def check(self, model: ModelInfo) -> None:
         scorer = self._fitted.scorer
-        hint = f"fit one to this model with `windlass calibrate --scorer`, in the same dtype ({model.dtype})"
+        hint = f"Fit one to this model with `windlass calibrate --scorer`, in the same dtype ({model.dtype})"
         if scorer.model != model.name:
-            raise PolicyError(f"scorer {self.file} was fitted to a {scorer.model}, this is a {model.name}; {hint}")
+            raise PolicyError(f"scorer {self.file} was fitted to a {scorer.model}, this is a {model.name}. {hint}")
         if scorer.fingerprint != model.fingerprint():
-            raise PolicyError(f"scorer {self.file} was fitted to another {scorer.model}; {hint}")
+            raise PolicyError(f"scorer {self.file} was fitted to another {scorer.model}. {hint}")
 
     def initial_state(self, queries: Queries, keys: NewKeys, layer: int, heads: tuple[int, ...] | None) -> PerToken:
         own = self._fitted.weights(keys.device, layer, heads)
@@ -207,7 +209,7 @@ class LinearScorer(Policy, ModelSpecific, Initializer, KernelPolicy):
             raise PolicyError(
                 f"scorer {self.file} was fitted to {kv_heads} kv heads of {states - 1} query heads and {head_dim} "
                 f"channels in layer {layer}, and these are {keys.shape[1]} of {queries.shape[1] / keys.shape[1]:g} and "
-                f"{keys.shape[-1]}; fit one to this model with `windlass calibrate --scorer`"
+                f"{keys.shape[-1]}. Fit one to this model with `windlass calibrate --scorer`"
             )
         return {PREDICTED: predicted(own, queries, keys)}
 

@@ -18,7 +18,7 @@ from windlass.policies.base import TOKEN, ModelSpecific, Needs, Policy, Slots, l
 
 KIND: Final = "windlass pairs"
 VERSION: Final = 1
-AGAIN: Final = "make it again with `windlass calibrate`"
+AGAIN: Final = "Make it again with `windlass calibrate`"
 MAX_COST: Final = 1e30  # nats
 NAMES: Final = {"model": str, "fingerprint": str, "merge": str, "tokens": int, "seed": int}
 
@@ -48,7 +48,7 @@ def write(table: PairTable, path: Path) -> None:
         with replacing(path.expanduser()) as temporary:
             temporary.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"-o {path} cannot be written: {error.strerror}; give another name") from None
+        raise UsageError(f"-o {path} cannot be written: {error.strerror}. Give another name") from None
 
 
 def read(path: Path) -> PairTable:
@@ -56,24 +56,24 @@ def read(path: Path) -> PairTable:
     try:
         text = read_bytes(path.expanduser(), f"pair table {path}").decode("utf-8-sig")
     except UsageError as error:
-        raise UsageError(f"{error}; {AGAIN}") from None
+        raise UsageError(f"{error}. {AGAIN}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"pair table {path} is not a file of `windlass calibrate`; {AGAIN}") from None
+        raise UsageError(f"pair table {path} is not a file of `windlass calibrate`. {AGAIN}") from None
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
         what = "is cut short or damaged" if KIND in text[:64] else "is not a file of `windlass calibrate`"
-        raise UsageError(f"pair table {path} {what}; {AGAIN}") from None
+        raise UsageError(f"pair table {path} {what}. {AGAIN}") from None
     if not isinstance(document, dict) or document.get("kind") != KIND:
-        raise UsageError(f"pair table {path} is not a file of `windlass calibrate`; {AGAIN}")
+        raise UsageError(f"pair table {path} is not a file of `windlass calibrate`. {AGAIN}")
     if document.get("version") != VERSION:
         raise UsageError(
-            f"pair table {path} has format version {document.get('version')}, this windlass reads {VERSION}; {AGAIN}"
+            f"pair table {path} has format version {document.get('version')}, this windlass reads {VERSION}. {AGAIN}"
         )
     pairs = document.get("pairs")
     wrong = [name for name, kind in NAMES.items() if type(document.get(name)) is not kind]
     if wrong or not isinstance(pairs, list) or not pairs or not all(map(_is_pair, pairs)):
-        raise UsageError(f"pair table {path} is damaged: no good {', '.join(wrong) or 'pairs'} in it; {AGAIN}")
+        raise UsageError(f"pair table {path} is damaged: no good {', '.join(wrong) or 'pairs'} in it. {AGAIN}")
     return PairTable(**{name: document[name] for name in NAMES}, pairs=[(a, b, n, float(x)) for a, b, n, x in pairs])
 
 
@@ -85,10 +85,10 @@ def _is_pair(pair: Any) -> bool:
     return all(type(each) is int and 0 <= each < 2**31 for each in counts) and 0 <= cost <= MAX_COST
 
 
-ROUNDS: Final = 4  # of choosing pairs that share no token; pairs left after them are ordered as they stand
+ROUNDS: Final = 4  # of choosing pairs that share no token. The remaining pairs keep the order of the text
 UNMERGED: Final = 2**62  # the priority of a token that must not be merged
 # Prompt-cache files hold this state under its name, which must not change.
-PAIR_RANK: Final = "place"  # state: 1 + the rank in the table of a token and the next; 0: not known, inf: not there
+PAIR_RANK: Final = "place"  # state: 1 + the rank of a token and the next in the table (0: unknown, inf: absent)
 
 
 @dataclass(frozen=True)
@@ -152,11 +152,11 @@ class Pairs(Policy, ModelSpecific):
 
     def check(self, model: ModelInfo) -> None:
         name, measured = self._lookup.model, self._lookup.fingerprint
-        hint = f"make one for this model with `windlass calibrate`, in the same dtype ({model.dtype})"
+        hint = f"Make one for this model with `windlass calibrate`, in the same dtype ({model.dtype})"
         if name != model.name:
-            raise PolicyError(f"pair table {self.table} was measured on a {name}, this is a {model.name}; {hint}")
+            raise PolicyError(f"pair table {self.table} was measured on a {name}, this is a {model.name}. {hint}")
         if measured != model.fingerprint():
-            raise PolicyError(f"pair table {self.table} was measured on another {name}; {hint}")
+            raise PolicyError(f"pair table {self.table} was measured on another {name}. {hint}")
 
     def score(self, slots: Slots) -> Scores:
         order = kernels.argsort_positions(slots.positions)

@@ -58,7 +58,7 @@ class RKV(Policy):
         pooled = max_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
         keys = normalize(gather_sorted(slots.keys(), order).float(), dim=-1) * is_held[..., None]
         near = self._nearness(keys) / is_held.sum(-1, keepdim=True).clamp(min=1)
-        # Sums over slots round by how many there are, which must not decide what is kept.
+        # Sums over slots round by the number of slots, which must not change the eviction.
         near = ((near * 2**16).round() / 2**16).masked_fill(~is_held, torch.finfo(torch.float32).min)
         score = self.importance * pooled - (1 - self.importance) * near.softmax(-1)
         return scatter_sorted(score, order)

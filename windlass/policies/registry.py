@@ -54,7 +54,7 @@ def auto(has_budget: bool = True) -> Policy:
 
 Value = bool | int | float | Policy | None
 KNOWN: dict[str, type[Policy]] = {**NAMES, **WRAPPERS, **FROM_FILES}
-FORMS = "use a name, Name(argument=number), Wrapper(name) or path/to/file.py:Class"
+FORMS = "Use a name, Name(argument=number), Wrapper(name) or path/to/file.py:Class"
 POLICIES = PluginKind("policy", "policies", Policy, "windlass.policies.Policy", PolicyError)
 FILE = re.compile(r"(?P<mark>['\"]?)(?P<file>.*?)(?P=mark)\s*", re.DOTALL)  # in Pairs(...)
 
@@ -105,7 +105,7 @@ def _parsed(spec: str, text: str) -> Spec:
 
 
 def _unreadable(spec: str) -> PolicyError:
-    return PolicyError(f"policy {spec!r} cannot be read; {FORMS}")
+    return PolicyError(f"policy {spec!r} cannot be read. {FORMS}")
 
 
 def _known(name: str) -> type[Policy]:
@@ -127,7 +127,7 @@ def _value(spec: str, text: str) -> Value:
         value = text
     if value is None or isinstance(value, bool | int | float):
         return value
-    raise PolicyError(f"policy {spec!r}: {value!r} is not a plain number; a policy takes numbers, True, False or None")
+    raise PolicyError(f"policy {spec!r}: {value!r} is not a plain number. A policy takes numbers, True, False or None")
 
 
 def _made(make: type[Policy], spec: str, typed: Spec) -> Policy:
@@ -138,7 +138,7 @@ def _made(make: type[Policy], spec: str, typed: Spec) -> Policy:
         raise
     except Exception as error:
         takes = f"{typed.name}{inspect.signature(make)}".removesuffix(" -> None")
-        raise PolicyError(f"policy {spec!r} cannot be made: {error}; it takes {takes}") from error
+        raise PolicyError(f"policy {spec!r} cannot be made: {error}. It takes {takes}") from error
 
 
 def catalogue() -> list[dict[str, str]]:

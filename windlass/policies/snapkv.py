@@ -37,7 +37,7 @@ class SnapKV(Policy, KernelPolicy):
     def __post_init__(self) -> None:
         if self.observed_queries < 1:
             raise PolicyError(f"SnapKV: observed_queries must be at least 1, got {self.observed_queries}")
-        if self.pool < 1 or self.pool % 2 != 1:  # neither is an endless number odd
+        if self.pool < 1 or self.pool % 2 != 1:  # infinity is not odd either
             raise PolicyError(f"SnapKV: pool must be an odd number of at least 1, got {self.pool}")
 
     @property

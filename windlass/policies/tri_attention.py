@@ -44,7 +44,7 @@ class TriAttention(Policy):
     def score(self, slots: Slots) -> Scores:
         keys, mean = slots.keys().float(), slots.statistics["mean"][:, :, None]
         rotation, angles = slots.step_angles(), _angles(slots, keys)
-        # Of both the query and the key, as the model scales what it rotates.
+        # The model scales both the query and the key when it rotates them.
         scale: float | Tensor = 1.0 if rotation is None else rotation[0].square() + rotation[1].square()
         if (gain := slots.query_gain()) is not None:
             # Of a pair's two gains, over all angles only the mean counts.

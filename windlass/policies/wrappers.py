@@ -39,11 +39,11 @@ class Wrapper(Policy, ABC):
             raise PolicyError(f"{type(self).__name__}: policy must be another policy, got {self.policy!r}")
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]  # what is wrapped decides
+    def needs(self) -> Needs:  # type: ignore[override]  # the wrapped policy decides
         return self.policy.needs
 
     @property
-    def observed_queries(self) -> int | None:  # type: ignore[override]  # what is wrapped decides
+    def observed_queries(self) -> int | None:  # type: ignore[override]  # the wrapped policy decides
         return self.policy.observed_queries
 
     def observe(self, slots: Slots, observation: Observation) -> None:
@@ -121,10 +121,10 @@ class Smoothed(Wrapper):
         if not 0 <= self.decay < 1:
             raise PolicyError(f"Smoothed: decay must be at least 0 and below 1, got {self.decay}")
         if "smoothed" in self.policy.needs.state:
-            raise PolicyError(f"Smoothed: {self.policy!r} is smoothed already; wrap the policy inside")
+            raise PolicyError(f"Smoothed: {self.policy!r} is smoothed already. Wrap the policy inside")
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]  # what is wrapped decides
+    def needs(self) -> Needs:  # type: ignore[override]  # the wrapped policy decides
         inner = self.policy.needs
         return replace(inner, state=(*inner.state, "smoothed", "weight"))
 
@@ -217,13 +217,13 @@ class Pyramid(Wrapper, Budgeter, Recency):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if find(self.policy, Budgeter):  # type: ignore[type-abstract]  # an interface is looked for
-            raise PolicyError(f"Pyramid: {self.policy!r} gives each layer its budget already; wrap the policy inside")
+        if find(self.policy, Budgeter):  # type: ignore[type-abstract]  # looks for an interface
+            raise PolicyError(f"Pyramid: {self.policy!r} gives each layer its budget already. Wrap the policy inside")
         if not self.beta >= 1:
             raise PolicyError(f"Pyramid: beta must be at least 1, got {self.beta}")
 
     @property
-    def keeps_newest(self) -> bool:  # type: ignore[override]  # it ranks as what is wrapped does
+    def keeps_newest(self) -> bool:  # type: ignore[override]  # it ranks as the wrapped policy does
         return keeps_newest(self.policy)
 
     def budgets(self, budget: int, layers: int, least: int) -> list[int]:
@@ -255,7 +255,7 @@ class Composite(Wrapper, OneShot):
     shares_budget = True
 
     @property
-    def scoring_chunk(self) -> int:  # type: ignore[override]  # what is wrapped decides
+    def scoring_chunk(self) -> int:  # type: ignore[override]  # the wrapped policy decides
         return scoring_chunk(self.policy)
 
     def score(self, slots: Slots) -> Scores:

@@ -40,7 +40,7 @@ class PositionMode(ABC):
     """Decides at which rotary distance a kept token is read. Its fields are whole numbers."""
 
     name: ClassVar[str]
-    """The name that a user types, with the fields in parentheses: `"self_extend(8, 64)"`."""
+    """The mode's name in options, which may be followed by its fields in parentheses: `"self_extend(8, 64)"`."""
 
     @abstractmethod
     def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
@@ -90,7 +90,7 @@ class PositionMode(ABC):
         Raises: UsageError for a mode that can't.
         """
         raise UsageError(
-            f'positions="{self}" can\'t read a text with pictures; set cache.positions to "original" or "compact"'
+            f'positions="{self}" can\'t read a text with pictures. Set cache.positions to "original" or "compact"'
         )
 
     def __str__(self) -> str:
@@ -129,7 +129,7 @@ def rebased(q: RotaryQueries, k: RotaryKeys, window: int) -> RotaryBranch:
     return RotaryBranch((q - base).clamp(min=0), (k - base).clamp(0, q.shape[-1] + window))
 
 
-NEAR_SHARE = 8  # of the trained length one in so many is read as near as it stands, see docs/results/findings.md
+NEAR_SHARE = 8  # one in so many tokens of the trained length keeps its distance, see docs/results/findings.md
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Windowed(PositionMode):
         if queries.end > self.trained_length:
             raise UsageError(
                 f'positions="auto" can\'t read a text with pictures beyond the trained length of {self.trained_length}'
-                f', and it reaches {queries.end}; set cache.positions to "compact" or "original"'
+                f', and it reaches {queries.end}. Set cache.positions to "compact" or "original"'
             )
         return Reading(as_they_stand(slots.at, queries.at), queries.end, queries.end)
 
@@ -272,7 +272,7 @@ def in_blocks(slots: SlotPlaces, queries: Places) -> RotaryIndex:
     extents = slots.block_end.gather(-1, order) - starts
     is_first = torch.ones_like(starts, dtype=torch.bool)
     is_first[..., 1:] = starts[..., 1:] != starts[..., :-1]
-    ends = extents.where(is_first & (starts < MAX_NUMBER), 0).cumsum(-1)  # of each block, where it is read
+    ends = extents.where(is_first & (starts < MAX_NUMBER), 0).cumsum(-1)  # ends of each block's places
     at = ends - extents + slots.at.gather(-1, order) - starts
     keys = torch.empty_like(at).scatter_(-1, order, at).where(held, 0)
     per_head = (tensor[:, None].expand(-1, held.shape[1], -1) for tensor in (queries.block_start, queries.at))
@@ -423,12 +423,12 @@ def position_mode(spec: str | PositionMode) -> PositionMode:
         spec,
         str,
         "a position mode or its name",
-        'write positions="compact" or windlass.positions.Compact()',
+        'Write positions="compact" or windlass.positions.Compact()',
     )
     typed = parse_spec(spec)
     if typed is None or typed.name not in MODES:
         forms = ", ".join(map(_form, MODES.values()))
-        raise UsageError(f"positions={spec!r} is not a position mode; use one of: {forms}{near_to(spec, MODES)}")
+        raise UsageError(f"positions={spec!r} is not a position mode. Use one of: {forms}{near_to(spec, MODES)}")
     mode = MODES[typed.name]
     numbers = parse_ints(f"positions={spec!r}", typed, [field.name for field in fields(mode)])
     check_given(spec, mode.name, [field.name for field in fields(mode) if field.default is MISSING], numbers)

@@ -251,7 +251,7 @@ class Rotary:
     def _build(self, rows: int, length: int, device: torch.device) -> tuple[RotaryTable, RotaryTable]:
         positions = torch.arange(length - rows, length, device=device)[None]
         if self.is_length_dependent:
-            # Some schemes never shrink from one length to the next; one token takes them back to the start.
+            # Some schemes never shrink from one length to the next. A single token resets them.
             self.asked(torch.zeros_like(positions[:, :1]))
         cos, sin = self.asked(positions)
         cos, sin = self.layout.columns(*(table.flatten(0, -3)[0] for table in (cos, sin)))  # alike on all axes, if any

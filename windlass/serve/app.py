@@ -43,7 +43,7 @@ from windlass.view.server import ViewApp
 
 Value = TypeVar("Value")
 THINKING: Final = "enable_thinking"  # the variable of templates whose models may think
-THREADS: Final = 4  # that tokenize and compile, at most
+THREADS: Final = 4  # most threads that tokenize and compile
 JSON_TYPE: Final = "application/json"
 METHODS: Final = ("GET", "POST", "DELETE")
 
@@ -152,7 +152,7 @@ class Server:
         """Delete one cached prefix of this API key."""
         wanted = EntrySelector(owner_of(http.scope[TENANT]), query.name, number.rstrip("/"))
         if not wanted.id or not await self._beside(partial(self.service.stored, wanted)):
-            raise ApiError(404, "nothing that is kept for you has this id; GET /v1/cache lists all", None, "not_found")
+            raise ApiError(404, "none of your cached prefixes has this id. GET /v1/cache lists them", None, "not_found")
         return await self._forgotten(wanted)
 
     async def _forgotten(self, wanted: EntrySelector) -> Response:
@@ -162,7 +162,7 @@ class Server:
 
     def _check_alive(self) -> None:
         if not self.service.status().is_alive:
-            raise ApiError(503, "the engine has stopped; restart the server", None, "engine_dead")
+            raise ApiError(503, "the engine has stopped. Restart the server", None, "engine_dead")
 
     def _built_chat(
         self, body: ChatRequest, field: str, messages: list[dict[str, Any]], tenant: str
@@ -328,7 +328,7 @@ async def refused(http: HttpRequest, error: Exception) -> Response:
     path = http.scope["path"]
     if error.status_code == 404:
         known = dict.fromkeys(route.path for route in http.app.routes if isinstance(route, APIRoute))
-        return ApiError(404, f"there is no such route; there are {', '.join(known)}", None, "unknown_route").answer()
+        return ApiError(404, f"there is no such route. There are {', '.join(known)}", None, "unknown_route").answer()
     if error.status_code == 405:
         methods = [method for route in routes_of(http.app, path) for method in sorted(route.methods or ())]
         return ApiError(405, f"{path} takes {' and '.join(methods) or 'GET'} only", None, "wrong_method").answer()
@@ -392,7 +392,7 @@ def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
     """
     if not origins:
         return app
-    # Before a page's own request a browser asks without its key whether that may be sent.
+    # A browser's preflight request has no key.
     return CORSMiddleware(app, origins, METHODS, ("*",), expose_headers=("x-request-id", "x-replica", "retry-after"))
 
 

@@ -12,7 +12,7 @@ from windlass.serve.errors import DONE, ApiError, event
 from windlass.serve.parsers import Call, CallReader, TextPart, ThoughtReader
 from windlass.serve.prompts import Echo, PromptTokenizer
 
-LEAST: Final = -9999.0  # OpenAI's for what cannot be; JSON has no infinity
+LEAST: Final = -9999.0  # OpenAI's value for impossible tokens, as JSON has no infinity
 
 Pieces = Sequence[Piece]
 
@@ -41,7 +41,7 @@ def of_completion(pieces: Pieces, words: PromptTokenizer, top: int) -> dict[str,
             tops.append(None)
             continue
         own, *others = piece.logprobs
-        # OpenAI shows the token that was taken among the likeliest, though it be none of them. Of two with one text,
+        # OpenAI lists the sampled token with the likeliest ones, even if it is not among them. Of two with one text,
         # the likelier is shown.
         each = [own, *(other for other in others[:top] if other.token != own.token)]
         tops.append({_name(one.token, words): max(one.value, LEAST) for one in sorted(each, key=lambda one: one.value)})
@@ -101,7 +101,7 @@ class PartialText:
     text: str = ""
     thought: str = ""
     thought_tokens: int = 0
-    """Tokens up to the end of the thought, its marks among them, or 0 where there is no thought."""
+    """Number of tokens up to the end of the thought, including its marks (0: no thought)."""
     pieces: list[Piece] = field(default_factory=list)
     called: list[Call] = field(default_factory=list)
     finished: Finish | None = None

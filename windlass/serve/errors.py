@@ -73,7 +73,7 @@ def comment(text: str) -> bytes:
     return b": " + text.encode() + b"\n\n"
 
 
-CHUNKS: Final = "chunks"  # begins what the engine says of a prompt with parts
+CHUNKS: Final = "chunks"  # prefix of the engine's errors about a prompt with parts
 INVALID: Final = "invalid_request_error"
 KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -149,7 +149,7 @@ def of_validation(errors: Sequence[Mapping[str, Any]], document: Any) -> ApiErro
 def _field_error(error: Mapping[str, Any], document: Any) -> FieldError:
     kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
     path = list[str]()
-    for each in error["loc"][1:]:  # what leads to no value is the name of a type
+    for each in error["loc"][1:]:  # an entry that leads to no value is the name of a type
         is_key = isinstance(document, dict) and document.get(each) is not None
         if is_key or (isinstance(document, list) and isinstance(each, int) and each < len(document)):
             path.append(short(str(each)))
@@ -160,9 +160,9 @@ def _field_error(error: Mapping[str, Any], document: Any) -> FieldError:
         path.append(field.strip("'"))
     name = ".".join(path)
     if kind == "extra_forbidden" and len(path) == 1:
-        return FieldError((0, 0), name, "is not supported by this server; leave it out", UNSUPPORTED)
+        return FieldError((0, 0), name, "is not supported by this server. Leave it out", UNSUPPORTED)
     if kind == "extra_forbidden":
-        return FieldError((3, 0), name, "is not supported; leave it out", "unknown_parameter")
+        return FieldError((3, 0), name, "is not supported. Leave it out", "unknown_parameter")
     if kind in ("missing", "union_tag_not_found"):
         return FieldError((2, 0), name, "is missing", MISSING)
     problem = re.sub(r"^\w+ should |( after validation)?, not .*$", "", error["msg"])

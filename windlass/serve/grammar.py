@@ -41,7 +41,7 @@ class JsonGrammar(Grammar):
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise UsageError("the grammar of this request became too complex; give a simpler schema")
+            raise UsageError("the grammar of this request became too complex. Give a simpler schema")
 
 
 class Grammars:
@@ -77,7 +77,7 @@ class Grammars:
         return source
 
     def _compiled(self, name: str, source: bytes) -> LLMatcher:
-        # What a schema may cost: more than that, and it is refused.
+        # Limits of a schema's cost. A schema above them is refused.
         limits = LLParserLimits(
             initial_lexer_fuel=2_000_000, max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False
         )

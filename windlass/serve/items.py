@@ -39,7 +39,7 @@ from windlass.serve.schema import (
 )
 
 SHELL: Final = "local_shell"  # the function that stands for a call of OpenAI's own shell
-EMPTY: Final = {"role": "assistant", "content": ("",), "reasoning_content": ""}  # begins a turn, and is none by itself
+EMPTY: Final = {"role": "assistant", "content": ("",), "reasoning_content": ""}  # begins a turn without content
 
 
 class Item(Body):
@@ -196,7 +196,7 @@ class ReasoningOptions(Body):
 
 def _no_answer(_: Any) -> Any:
     raise PydanticCustomError(
-        UNSUPPORTED, "needs a stored answer, and this server stores none; send the whole conversation as input"
+        UNSUPPORTED, "needs a stored answer, and this server stores none. Send the whole conversation as input"
     )
 
 
@@ -213,7 +213,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
     instructions: Text | None = None
     """The system message before the input."""
     max_output_tokens: Count | None = None
-    """Tokens to write at most."""
+    """Maximum number of tokens to write."""
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
     tools: Annotated[list[Annotated[AnyTool, Discriminator(tool_kind)]], Field(max_length=128, default_factory=list)]
@@ -222,7 +222,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
     """Value of `tool_choice`: which function is to be called, if any."""
     truncation: Literal["auto", "disabled"] = "disabled"
     previous_response_id: Annotated[None, PlainValidator(_no_answer)] = None
-    """Always refused: no answer is stored."""
+    """Not supported, as answers are not stored."""
     chat_template_kwargs: Annotated[Variables, Field(default_factory=dict)]
     """Variables of the model's chat template."""
     chunks: Recompute | None = None

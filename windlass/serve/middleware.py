@@ -15,7 +15,7 @@ from windlass.serve.metrics import Metrics
 from windlass.serve.stream import ClientGone
 
 OPEN: Final = "/health"  # the one route that asks for no key
-TENANT: Final = "windlass.tenant"  # in a scope: whose request it is
+TENANT: Final = "windlass.tenant"  # key in a scope: the owner of the request
 LOG: Final = logging.getLogger("windlass.serve")
 
 
@@ -56,7 +56,7 @@ class RequestLog:
             where = "".join(traceback.format_tb(error.__traceback__))
             LOG.error("%s %s: %s\n%s", number, route, type(error).__name__, where)
             if not has_begun:
-                ours = ApiError(500, f"an error of the server; its log has more under {number}", None, "internal_error")
+                ours = ApiError(500, f"an error of the server. Its log has more under {number}", None, "internal_error")
                 await ours.answer()(scope, receive, watched)
 
 
@@ -85,7 +85,7 @@ class Authentication:
     ) -> None:
         self._is_public = is_public
         self._app, self._hosts = app, None if hosts is None else frozenset(hosts)
-        self._salt = salt or secrets.token_bytes(16)  # what tenants are called tells nothing of keys
+        self._salt = salt or secrets.token_bytes(16)  # names of tenants reveal no keys
         self._keys = [self._digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,10 +97,10 @@ class Authentication:
         await self._app(scope, receive, send)
 
     def _check_host(self, host: bytes) -> None:
-        # A page in a browser may let its own name lead to this machine, and read what it is answered.
+        # A page in a browser may let its own name lead to this machine, and read our answers (DNS rebinding).
         if self._hosts is not None and _name_of(host.decode("latin-1")) not in self._hosts:
             names = ", ".join(sorted(self._hosts))
-            raise ApiError(403, f"this server is called {names}; call it so, or start it with a key", None, "bad_host")
+            raise ApiError(403, f"this server is called {names}. Call it so, or start it with a key", None, "bad_host")
 
     def _tenant(self, headers: dict[bytes, bytes]) -> str:
         """Raises: ApiError where there is no key that fits."""
@@ -108,9 +108,11 @@ class Authentication:
             return ""
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         digest = self._digest(given.strip() if kind.lower() == b"bearer" else b"")
-        fits = [hmac.compare_digest(digest, each) for each in self._keys]  # all of them, so that time tells nothing
+        fits = [
+            hmac.compare_digest(digest, each) for each in self._keys
+        ]  # compares all of them, so that timing reveals nothing
         if not any(fits):
-            raise ApiError(401, "no key that fits; send the header Authorization: Bearer KEY", None, "invalid_api_key")
+            raise ApiError(401, "no key that fits. Send the header Authorization: Bearer KEY", None, "invalid_api_key")
         return digest.hex()[:16]
 
     def _digest(self, key: bytes) -> bytes:
@@ -143,7 +145,7 @@ class BodyLimit:
         await self._app(scope, counted, send)
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body has more than {self._most} bytes; send less", None, "body_too_large")
+        return ApiError(413, f"the body has more than {self._most} bytes. Send less", None, "body_too_large")
 
 
 def _name_of(host: str) -> str:

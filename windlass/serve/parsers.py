@@ -121,7 +121,7 @@ def schema_of(tools: Tools, choice: str) -> dict[str, Any]:
     """
     names = [tool["function"]["name"] for tool in tools]
     if choice != "required" and choice[1:] not in names:
-        raise BadField("tool_choice", f"names {shown(choice[1:])}, which is none of tools")
+        raise BadField("tool_choice", f"names {shown(choice[1:])}, which is not in tools")
     chosen = [tool["function"] for tool in tools if choice in ("required", f"={tool['function']['name']}")]
     calls = [
         {
@@ -166,7 +166,7 @@ class CallReader:
             return "", [call]
         calls = [self._call(found) for found in CALL.findall(held)]
         if self._is_bound or not calls or None in calls:
-            return held, []  # cut off, or no call that can be made: the client sees what was written
+            return held, []  # cut off, or not a valid call: the client gets the text as written
         return CALL.sub("", held).strip(), [call for call in calls if call is not None]
 
     def _call(self, text: str) -> Call | None:

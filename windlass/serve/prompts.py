@@ -30,14 +30,14 @@ from windlass.serve.errors import ApiError, BadField
 from windlass.serve.parsers import THOUGHT_CLOSE, THOUGHT_OPEN
 from windlass.serve.schema import AnyMessage, AssistantMessage, Part, ToolMessage
 
-ANSWER_TEXTS: Final = ("text", "input_text", "output_text")  # types of a part, which `text` is the text of
+ANSWER_TEXTS: Final = ("text", "input_text", "output_text")  # types of parts with a `text`
 REFUSAL: Final = "refusal"
 THOUGHTS: Final = ("thinking", "reasoning", "reasoning_text")
 CALLS: Final = ("tool_use", "tool_call", "tool-call")
 CALL_NAMES, CALL_IDS = ("name", "toolName"), ("id", "toolCallId")
 CALL_ARGUMENTS: Final = ("input", "args", "arguments")
 CHUNK: Final = "chunk"
-MOST_CHUNKS: Final = 256  # of a conversation
+MOST_CHUNKS: Final = 256  # chunks of a conversation
 
 Messages = Iterable[Mapping[str, Any]]
 
@@ -180,7 +180,7 @@ def chunks_of(messages: Messages) -> list[Chunk]:
     return [part for each in messages for part in each["content"] if isinstance(part, Chunk)]
 
 
-# Tokens before the prefix, before the suffix, and before what is written between the two.
+# Tokens before the prefix, before the suffix, and before the text to write between them.
 MARKS: Final = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite, Stable Code
@@ -193,12 +193,12 @@ MARKS: Final = (
     ("<|prefix|>", "<|suffix|>", "<|middle|>"),  # Falcon
 )
 SUFFIX_FIRST: Final = ("[PREFIX]", "[SUFFIX]")  # Codestral, which has the suffix before the prefix and no third mark
-# Tokens with which these models end what they write there, beside those that end any text.
+# Tokens with which these models end the text between, beside the end tokens of any text.
 ENDS: Final = (
     *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|file_separator|>"),
     *("<|file_sep|>", "<file_sep>", "<|repo_name|>", "<repo_name>"),
 )
-PROBE: Final = "☺"  # which tokenizers of SentencePiece join to no text behind it
+PROBE: Final = "☺"  # SentencePiece joins it to no following text
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class Prompt:
     spans: tuple[tuple[int, int], ...] = ()
     has_begun_thought: bool | None = None
     ends: tuple[int, ...] = ()
-    """See `Request`, as of `head`."""
+    """See `ends` and `head` of `Request`."""
     head: int = 0
 
     @classmethod
@@ -328,7 +328,7 @@ class PromptTokenizer:
         self.ends = tuple(ends) or (() if own is None else (int(own),))
         self.infill, self._marks_messages = Infill.of(tokenizer), marks_messages
         self._lock, self._told = Lock(), set[str]()
-        # The first call may change settings of the tokenizer; while others decode with it, it could not.
+        # The first call may change settings of the tokenizer, which must happen before other threads decode with it.
         encode(tokenizer, "a", True)
 
     def encoded(self, text: str, has_special: bool = True) -> tuple[int, ...]:
@@ -361,7 +361,7 @@ class PromptTokenizer:
         """
         if not has_template(self.tokenizer):
             raise ApiError(
-                400, "this model has no chat template; send a prompt to /v1/completions", "messages", "no_chat_template"
+                400, "this model has no chat template. Send a prompt to /v1/completions", "messages", "no_chat_template"
             )
         # A mark stands for each chunk, so that the template cannot join its tokens with those around it.
         mark, chunks = secrets.token_hex(16), chunks_of(messages)
@@ -380,7 +380,7 @@ class PromptTokenizer:
                 if len(behind) != 1 or mark in before:
                     raise ApiError(
                         400,
-                        "this model's chat template does not show each chunk once, in its order; send them as text",
+                        "this model's chat template does not show each chunk once, in its order. Send them as text",
                         "messages",
                         "chat_template_failed",
                     )
@@ -410,7 +410,7 @@ class PromptTokenizer:
         if self.infill is None:
             raise BadField(
                 "suffix",
-                "needs a tokenizer with tokens around a gap, such as <|fim_prefix|>; leave it out",
+                "needs a tokenizer with tokens around a gap, such as <|fim_prefix|>. Leave it out",
                 "unsupported_parameter",
             )
         with self._lock:
@@ -448,7 +448,7 @@ class PromptTokenizer:
             text, form = rendered(self.tokenizer, messages, tools, variables)
         except BadField:
             raise
-        except Exception as error:  # a template is a program of the model's authors, and raises what it likes
+        except Exception as error:  # a template is a program of the model's authors, and may raise anything
             gist = " ".join(str(error).split())[:200] or type(error).__name__
             raise ApiError(
                 400, f"this model's chat template fails: {gist}", "messages", "chat_template_failed"

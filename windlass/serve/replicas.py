@@ -48,10 +48,10 @@ from windlass.serve.stream import ClientGone, unless_gone
 from windlass.view.server import SchedulerWatcher, ViewApp
 
 SESSION: Final = "x-session-id"
-PREFIX: Final = 1024  # characters of a prompt that count
+PREFIX: Final = 1024  # characters of a prompt that choose its replica
 LOOK_SECONDS: Final = 1.0  # between two looks at the replicas
 LOOK_TIMEOUT: Final = 10.0
-ACCEPT_SECONDS: Final = 5.0  # in which a replica must accept a request
+ACCEPT_SECONDS: Final = 5.0  # timeout for a replica to accept a request
 RETRY_SECONDS: Final = 1.0
 
 
@@ -137,7 +137,7 @@ class Replica:
     def __init__(self, options: ReplicaOptions) -> None:
         """Raises: WindlassError as `windlass serve` does."""
         if not Path(options.folder).is_dir():
-            raise UsageError(f"{options.folder} is not on {os.uname().nodename}; run this where all machines have it")
+            raise UsageError(f"{options.folder} is not on {os.uname().nodename}. Run this where all machines have it")
         os.chdir(options.folder)
         torch.set_num_threads(options.threads)
         model, tokenizer = load(options.model, options.dtype, options.device, options.weights)
@@ -220,7 +220,7 @@ class ReplicaSet:
                 found = []
             live = frozenset(each for each in found if isinstance(each, int))
             for number in sorted(self.live - live):
-                self._note(f"replica {number} died; it is restarted")
+                self._note(f"replica {number} died. It is restarted")
             for number in sorted(live - self.live):
                 self._note(f"replica {number} serves again")
             self.live = live
@@ -293,7 +293,7 @@ class Front:
             number, _, path = path.removeprefix(NUMBERED).partition("/")
             affinity = Affinity(number=self._number(number))
         elif path in OF_ONE or path.startswith(f"{OF_ONE[1]}/"):
-            raise ApiError(404, f"each replica has its own; ask {NUMBERED}0{path}", None, "unknown_route")
+            raise ApiError(404, f"each replica has its own. Ask {NUMBERED}0{path}", None, "unknown_route")
         else:
             affinity = Affinity(key_of(http.headers, body))
         if not affinity.ranked(self._replicas.live):
@@ -319,14 +319,14 @@ class Front:
                         message["headers"] = [*message["headers"], (b"x-replica", str(number).encode())]
                     await self._sent(send, message)
         except TimeoutError:
-            told = "all replicas are full; send it again"
+            told = "all replicas are full. Send it again"
             raise ApiError(503, told, None, "replica_busy", RETRY_SECONDS) from None
         except DeploymentUnavailableError:
             raise _no_replica() from None
         except (RayError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not self._is_cut:
                 raise  # the client has gone
-            died = ApiError(503, "the replica died; send it again", None, "replica_died", RETRY_SECONDS)
+            died = ApiError(503, "the replica died. Send it again", None, "replica_died", RETRY_SECONDS)
             failed = stopping() if self._is_cut else died
             if head is None:
                 raise failed from error
@@ -345,7 +345,7 @@ class Front:
     def _number(self, number: str) -> int:
         most = self._replicas.count - 1
         if not number.isdecimal() or len(number) > 6 or int(number) > most:
-            raise ApiError(404, f"there is no replica {number[:20]!r}; they are 0 to {most}", None, "unknown_route")
+            raise ApiError(404, f"there is no replica {number[:20]!r}. They are 0 to {most}", None, "unknown_route")
         return int(number)
 
     def _health(self, is_ready: bool) -> JsonAnswer:
@@ -359,7 +359,7 @@ class Front:
 
 
 def _no_replica() -> ApiError:
-    return ApiError(503, "no replica is there; they are restarted", None, "no_replica", 5 * RETRY_SECONDS)
+    return ApiError(503, "no replica is ready. They are being restarted", None, "no_replica", 5 * RETRY_SECONDS)
 
 
 def deployed(options: ReplicaOptions, count: int, gpus: int, name: str, note: Callable[[str], None]) -> ReplicaSet:
@@ -397,7 +397,7 @@ def _start_error(name: str) -> UsageError:
     last = told.strip().rpartition("\n")[2]
     if last.startswith("windlass."):
         return UsageError(last.partition(": ")[2])
-    return UsageError(f"a replica did not start ({last}); is there memory for one in each? lower --replicas")
+    return UsageError(f"a replica did not start ({last}). Is there memory for one in each? Lower --replicas")
 
 
 def serve_replicas(

@@ -16,9 +16,9 @@ from windlass.serve.errors import ApiError, BadField, of_usage
 from windlass.serve.prompts import Prompt, PromptTokenizer
 from windlass.serve.schema import ChatRequest, CompletionRequest, Recompute, TextRequest
 
-RECOMPUTE: Final = "first(16)"  # where a request has chunks, and does not say what of them is read again
-LEGACY_MAX_TOKENS: Final = 16  # what OpenAI writes after a prompt where nothing else is said
-ALONE_MAX_TOKENS: Final = 4096  # by default, of a text with a cache of its own: its memory is counted by them
+RECOMPUTE: Final = "first(16)"  # default of a request with chunks
+LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for a completion
+ALONE_MAX_TOKENS: Final = 4096  # default for a text with a cache of its own, whose memory is reserved for them
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def max_tokens_of(body: TextRequest, most: int, default: int) -> int:
         if number > most:
             raise BadField(name, f"must be at most {most} on this server, got {number}")
     if len(set(given.values())) > 1:
-        raise BadField("max_tokens", "differs from max_completion_tokens; give one of them")
+        raise BadField("max_tokens", "differs from max_completion_tokens. Give one of them")
     return next(iter(given.values()), min(default, most))
 
 
@@ -145,7 +145,7 @@ class RequestBuilder:
         default = default_tokens if is_of_rows else min(default_tokens, ALONE_MAX_TOKENS)
         most, has_echo = max_tokens_of(body, self.service.limits.max_tokens, default), _has_echo(body)
         if not most and not has_echo:
-            raise BadField("max_tokens", "must be at least 1; 0 is for a completion with echo")
+            raise BadField("max_tokens", "must be at least 1 (0 is for a completion with echo)")
         top, stops = top_logprobs_of(body), self._stops(body)
         requests = tuple(
             Request(
@@ -160,7 +160,7 @@ class RequestBuilder:
                 top_logprobs=top,
                 scores_prompt=has_echo and top is not None,
                 grammar=grammars[at] if grammars else None,
-                # Texts of one key share what was read before; those of its `user`s do not.
+                # Requests of one key share cached prefixes, except for requests of different `user`s.
                 tenant=f"{tenant}/{body.user}",
                 seconds=max_seconds_of(body, self.service.limits.seconds),
                 reuse=Reuse(lookup=body.cache.lookup, store=body.cache.store, name=body.cache.name),
@@ -188,7 +188,7 @@ class RequestBuilder:
         for prompt in prompts:
             self.words.check("prompt", prompt.ids)
             if not prompt.ids:
-                raise ApiError(400, "the prompt is empty; give at least one token", "prompt", "invalid_value")
+                raise ApiError(400, "the prompt is empty. Give at least one token", "prompt", "invalid_value")
 
     def _stops(self, body: TextRequest) -> Stops:
         try:
@@ -206,5 +206,5 @@ def _has_echo(body: ChatRequest | CompletionRequest) -> bool:
         return False
     for name, given in (("suffix", body.suffix), ("chunks", body.chunks)):
         if given:
-            raise BadField("echo", f"and {name} exclude each other; leave one of them out")
+            raise BadField("echo", f"and {name} exclude each other. Leave one of them out")
     return True

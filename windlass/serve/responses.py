@@ -12,8 +12,8 @@ from windlass.serve.parsers import Call, TextPart
 FAILURE: Final = ("code", "message", "param")
 THOUGHT: Final = "reasoning"
 MESSAGE: Final = "message"
-EVENTS: Final = {THOUGHT: "reasoning_text", MESSAGE: "output_text"}  # begin the names of events about a text
-MORE: Final[dict[str, dict[str, Any]]] = {  # what an event, and a part, says of a text beside the text
+EVENTS: Final = {THOUGHT: "reasoning_text", MESSAGE: "output_text"}  # prefixes of the names of events about a text
+MORE: Final[dict[str, dict[str, Any]]] = {  # further fields of an event and of a part, beside the text
     THOUGHT: {},
     MESSAGE: {"logprobs": []},
 }
@@ -29,7 +29,7 @@ class ResponseDocuments(AnswerDocuments):
 
     def __init__(self, head: AnswerHeader, body: ResponsesRequest) -> None:
         self.head, self._events = head, 0
-        self._begun: list[str] = []  # kinds of items that a stream has begun, of which the last is not over
+        self._begun: list[str] = []  # kinds of items that a stream has begun, the last of them unfinished
         self._thought = ""
         self._echoed = body.echoed
 

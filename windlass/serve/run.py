@@ -37,9 +37,9 @@ from windlass.serve.metrics import ModelFacts
 from windlass.serve.prompts import PromptTokenizer
 from windlass.view.server import SchedulerWatcher, ViewApp
 
-HEAD_SECONDS: Final = 10.0  # in which the head of a request must have come
-READ_SECONDS: Final = 60.0  # in which a client must have taken what was sent
-CUT_SECONDS: Final = 5  # for answers on their way, once the engine has stopped
+HEAD_SECONDS: Final = 10.0  # timeout of a request's head
+READ_SECONDS: Final = 60.0  # timeout of a client that does not read its answer
+CUT_SECONDS: Final = 5  # timeout for answers under way, once the engine has stopped
 CONNECTIONS: Final = 512
 HEAD_BYTES: Final = 32 << 10
 ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:?#@A-Z]+)(:[0-9]{1,5})?")
@@ -58,12 +58,12 @@ def check_address(host: str, keys: tuple[str, ...]) -> None:
     """Raises: UsageError for an address that others can reach without a key, and for a malformed key."""
     if not keys and not is_loopback(host):
         raise UsageError(
-            f"host {host} can be reached from other machines, and there is no key; give --api-key KEY, or keep "
+            f"host {host} can be reached from other machines, and there is no key. Give --api-key KEY, or keep "
             "--host 127.0.0.1"
         )
     for key in keys:
         if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
-            raise UsageError("a key must have at least 8 signs of ASCII and no spaces; choose another --api-key")
+            raise UsageError("a key must have at least 8 signs of ASCII and no spaces. Choose another --api-key")
 
 
 def check_origins(origins: tuple[str, ...]) -> None:
@@ -71,7 +71,7 @@ def check_origins(origins: tuple[str, ...]) -> None:
     for origin in origins:
         if origin != "*" and ORIGIN.fullmatch(origin) is None:
             raise UsageError(
-                f"--allow-origin {origin!r} is no origin; write https://app.example or http://localhost:3000, in small "
+                f"--allow-origin {origin!r} is no origin. Write https://app.example or http://localhost:3000, in small "
                 "letters and without a path, or * for any page"
             )
 
@@ -88,14 +88,14 @@ def bound(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, proto)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if sys.platform == "linux":  # a client that takes nothing is let go by the system
+            if sys.platform == "linux":  # the system closes a connection that takes no data
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(READ_SECONDS * 1000))
             listener.bind(address)
         except BaseException:
             listener.close()
             raise
     except (OSError, OverflowError) as error:
-        raise UsageError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from error
+        raise UsageError(f"cannot listen on {host}:{port}: {error}. Choose another --host or --port") from error
     return listener
 
 
@@ -172,7 +172,7 @@ class PromptProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _look(self) -> None:
-        # While nothing of a next request has come, the time for keeping a connection runs.
+        # The keep-alive timeout runs until a next request begins.
         is_idle = (self.cycle is None or self.cycle.response_complete) and self.timeout_keep_alive_task is None
         if is_idle and self.cycle is self._idle_cycle:
             self.transport.close()
@@ -215,7 +215,7 @@ class ServeOptions:
         if self.reuse_folder is not None:
             check_folder(self.reuse_folder, "--reuse-folder")
             if not self.reuse_bytes:
-                raise UsageError("--reuse-folder needs memory beside it; give --reuse 64MiB, or leave the folder out")
+                raise UsageError("--reuse-folder needs memory beside it. Give --reuse 64MiB, or leave the folder out")
 
     @property
     def all_rows(self) -> list[tuple[int, CacheOptions]]:
@@ -280,7 +280,7 @@ def serve(
             page = ViewApp(watch, tokenizer, service.status, asked.is_shown)
             http = HttpServer(server_of(model, tokenizer, asked, service), page)
             limit, rows = service.status().bytes_limit, service.status().total_rows
-            listener.listen()  # from here on clients can connect; they are answered in a moment
+            listener.listen()  # from here on clients can connect, and wait until the server answers
             say(f"{address_of(asked.host, listener)}/v1 ({asked.name}, {rows} rows, {limit:,} bytes)")
             http.run(sockets=[listener])
         finally:
@@ -289,7 +289,7 @@ def serve(
 
 
 LOG: Final = logging.getLogger("windlass.serve")
-GRACE: Final = 5.0  # seconds for which a server whose engine has failed still says so
+GRACE: Final = 5.0  # seconds for which a server reports that its engine has failed
 FAILED: Final = 1  # the exit code
 
 
@@ -308,9 +308,9 @@ def serve_together(
     memory for reuse, where a client would delete prefixes on rank 0 alone.
     """
     if asked.is_shown:
-        raise UsageError("--view would show the heads of rank 0 alone; leave it out with --tensor-parallel")
+        raise UsageError("--view would show the heads of rank 0 alone. Leave it out with --tensor-parallel")
     if asked.reuse_bytes:
-        raise UsageError("--reuse keeps prefixes of rank 0 alone; leave it out with --tensor-parallel")
+        raise UsageError("--reuse keeps prefixes of rank 0 alone. Leave it out with --tensor-parallel")
     heads = attached(model).heads
     if heads is None or heads.ranks.is_first:
         return _led(model, tokenizer, asked, say)

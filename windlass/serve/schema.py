@@ -38,7 +38,7 @@ CACHE: Final = field_info(CacheOptions)
 SAMPLING: Final = field_info(Sampling)
 MOST_CHARACTERS: Final = 4_000_000
 SEEDS: Final = 2**62
-RANDOM: Final = -1  # a seed that stands for none
+RANDOM: Final = -1  # a seed that means random
 MOST_FIELDS: Final = 1024
 TOKEN_ID: Final = re.compile(r"[0-9]{1,10}")
 STORES_NOTHING: Final = "must be false, as this server stores no answers, or a store of the cache such as int8"
@@ -131,7 +131,7 @@ Positions = Annotated[Word, _one_of(CACHE["positions"].names, lambda mode: mode.
 Variables = Annotated[dict[Variable, bool | int | float | Label], BeforeValidator(partial(_entries, 16), Object)]
 Choice = Literal["none", "auto", "required"]
 Verbosity = Literal["low", "medium", "high"]
-Included = Literal[  # items and parts that no answer here has
+Included = Literal[  # items and parts that our answers never have
     "reasoning.encrypted_content",
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
@@ -162,7 +162,7 @@ class NeutralFields(Body):
     prompt_cache_key: Annotated[str, Field(max_length=4096)] = ""
     prompt_cache_retention: Label = ""
     reasoning_effort: Annotated[str | None, only("none")] = None
-    """`none` turns a model's thought off where its chat template can."""
+    """`none` turns off a model's thinking if its chat template can."""
     safety_identifier: Annotated[str, Field(max_length=4096)] = ""
     service_tier: Label = ""
     suffix: Annotated[Any, only("")] = ""
@@ -216,12 +216,12 @@ class CacheFields(Body):
         BeforeValidator(lambda given: None if given is False else given, str | Literal[False]),
         BeforeValidator(_such(lambda given: given is not True, STORES_NOTHING)),
     ] = None
-    """Format of cached keys and values; false is OpenAI's, and changes nothing."""
+    """Format of cached keys and values. OpenAI's `false` is accepted without effect."""
     recall: Annotated[int, Field(ge=CACHE["recall"].least, le=1 << 16)] | Literal["half"] | None = Field(
         None, description=_of_server("recall").described
     )
     sinks: Literal["system"] | Annotated[int, Field(ge=CACHE["sinks"].least, le=4096)] | None = None
-    """Number of first tokens that are never evicted, or `system` for those of the system message."""
+    """Number of first tokens that are never evicted, or `system` for the tokens of the system message."""
     window: int | None = _of_cache("window", 1 << 16)
     cache: ReuseFields = ReuseFields()
     """Use of cached prefixes."""
@@ -258,17 +258,17 @@ class SharedFields(SamplingFields, CacheFields):
     ] = {}
     """A number that is added to the score of each of these token ids."""
     stream: bool = False
-    """Answer by server-sent events."""
+    """Answer with server-sent events."""
     stream_options: StreamOptions | None = None
     user: Label = ""
-    """Requests of one user share cached prefixes, and those of others do not."""
+    """Requests with the same `user` share cached prefixes. Other requests cannot use them."""
 
 
 class TextRequest(NeutralFields, SharedFields):
     """Fields of chats and completions."""
 
     max_tokens: Count | None = None
-    """Tokens to write at most."""
+    """Maximum number of tokens to write."""
     max_seconds: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
     """Timeout of the request, including its time in the queue (default: none)."""
     n: Annotated[int, Field(ge=1, le=8)] = 1
@@ -426,11 +426,11 @@ class ChatRequest(TextRequest):
     max_completion_tokens: Count | None = None
     """Another name for `max_tokens`."""
     logprobs: bool = False
-    """Tell the log probability of each token."""
+    """Return the log probability of each token."""
     top_logprobs: Top = 0
-    """Number of likeliest tokens to tell beside each token. Needs `logprobs`."""
+    """Number of likeliest tokens to return with each token. Requires `logprobs`."""
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] = PlainFormat(type="text")
-    """Text, a JSON object, or JSON of a schema."""
+    """Format of the answer: text, a JSON object, or JSON that matches a schema."""
     tools: Annotated[list[Annotated[Tool, Discriminator(tool_kind)]], Field(max_length=128)] = []
     """Functions that the model may call."""
     tool_choice: Choice | NamedChoice = "auto"
@@ -481,17 +481,17 @@ class CompletionRequest(TextRequest):
         | Annotated[list[TokenIds], Field(max_length=16), Tag("lists")],
         Discriminator(_prompt_kind),
     ]
-    """The text to go on with, its token ids, or a list of either."""
+    """Text to continue, its token ids, or a list of either."""
     suffix: Text = ""
-    """Text that stands behind the written text, for models that fill in the middle."""
+    """Text after the written text, for models that fill in the middle."""
     echo: bool = False
     """Begin the answer with the prompt."""
     max_tokens: Annotated[int, Field(ge=0, le=2**30)] | None = None
-    """Tokens to write at most (default: 16)."""
+    """Maximum number of tokens to write (default: 16)."""
     chunks: PromptChunks | None = None
     """Chunks before the prompt, each of which is cached wherever it stands."""
     logprobs: Top | None = None
-    """Tell the log probability of each token and of this many of the likeliest."""
+    """Return the log probability of each token and of this many likeliest tokens."""
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -508,7 +508,7 @@ class TokenizeRequest(Body):
     messages: Messages | None = None
     chat_template_kwargs: Variables | None = None
     add_special_tokens: bool = True
-    """Begin with the tokens that any text begins with."""
+    """Add the special tokens at the start of a text."""
 
 
 class DetokenizeRequest(Body):

@@ -25,7 +25,7 @@ from windlass.serve.chat import AnswerDocuments, PartialText
 from windlass.serve.errors import ApiError, comment, of_death, of_failure, of_queue, of_usage, stopping
 from windlass.serve.metrics import Metrics
 
-LOOK_SECONDS = 1.0  # between two looks at whether the engine still lives
+LOOK_SECONDS = 1.0  # between two checks of the engine
 
 
 class Gate:
@@ -95,9 +95,9 @@ class Tickets:
                     yield []
 
     def _check_alive(self) -> None:
-        # It gives out its last events before it dies, so a ticket that has none then will never have one.
+        # The engine gives out its last events before it dies, so a ticket without events gets no more.
         if not self._service.status().is_alive and not any(ticket.waiting[0] for ticket in self._tickets):
-            raise ApiError(503, "the engine has stopped; restart the server", None, "engine_dead")
+            raise ApiError(503, "the engine has stopped. Restart the server", None, "engine_dead")
 
     def _notify(self) -> None:
         """Wake the loop, once for many events. The engine's thread calls this after each event."""
@@ -110,7 +110,7 @@ class Tickets:
 
 
 Outcome = TypeVar("Outcome")
-CANCEL_SECONDS: Final = 0.05  # until a task that goes on is cancelled again
+CANCEL_SECONDS: Final = 0.05  # until a task that still runs is cancelled again
 
 
 class ClientGone(Exception):

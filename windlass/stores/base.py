@@ -31,7 +31,7 @@ from windlass.core.inputs import PackedStates, Writes
 from windlass.core.types import IndexKeys, KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
 from windlass.stores.full_precision import FullPrecisionRing
 
-INDEX_KEYS: Final = "index_keys"  # the part that holds them; prompt-cache files call it so, too
+INDEX_KEYS: Final = "index_keys"  # name of the part that holds them, also in prompt-cache files
 Parts = dict[str, Tensor]  # by name, each (batch, kv_heads, slots or tokens, width of its own)
 
 
@@ -57,15 +57,15 @@ class Store(ABC):
     """Names of the tensors that `make_constants` makes."""
 
     parameters: ClassVar[tuple[str, ...]] = ()
-    """Whole numbers that a user may give in parentheses after the name: arguments of the constructor."""
+    """Arguments of the constructor: whole numbers that a user may write in parentheses after the name."""
 
     needs_key_means: ClassVar[bool] = False
-    """Return True if `fresh` should be given the mean keys of a layer, which are measured once per model."""
+    """True if `fresh` needs the mean keys of a layer, which are measured once per model."""
 
     latent: int = 0
-    """Values that are not stored, for they are the last so many channels of the keys; 0: they are stored."""
+    """Number of value channels that are read from the last channels of the keys (0: values are stored)."""
     index: int = 0
-    """Channels of an indexer's key, which is held as it is beside the parts of each token; 0: none."""
+    """Number of channels of an indexer's key, stored in full precision beside each token's parts (0: no indexer)."""
 
     def __init__(self, full_precision: FullPrecisionRing | None = None) -> None:
         self.full_precision = full_precision or FullPrecisionRing()

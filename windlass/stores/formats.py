@@ -67,7 +67,7 @@ class LowBit(Store):
         for what, width in (("keys", keys.shape[3]), ("values", values.shape[3])):
             if width * self.bits % 8:
                 raise UsageError(
-                    f"store int4 packs two channels into a byte, but this model's {what} have {width}; use store int8"
+                    f"store int4 packs two channels into a byte, but this model's {what} have {width}. Use store int8"
                 )
         key_codes, key_scales = kernels.encode(keys, self._constants[KEY_MEANS], self.bits)
         value_codes = value_scales = values.new_zeros(values.shape, dtype=torch.uint8)  # of no channels
@@ -154,11 +154,11 @@ def store_of(spec: str | Store) -> Store:
     """
     if isinstance(spec, Store):
         return spec
-    check_kind("store", spec, str, "a store or its name", 'write store="int8" or windlass.stores.Int8()')
+    check_kind("store", spec, str, "a store or its name", 'Write store="int8" or windlass.stores.Int8()')
     typed = parse_spec(spec)
     if typed is None or typed.name not in STORES:
-        hint = "numbers of a store stand in parentheses, as in int4(sinks=4, newest=32)"
-        raise UsageError(f"store={spec!r} is not a store; {use_one_of(spec, STORES)}; {hint}")
+        hint = "Numbers of a store stand in parentheses, as in int4(sinks=4, newest=32)"
+        raise UsageError(f"store={spec!r} is not a store. {use_one_of(spec, STORES)}. {hint}")
     store = STORES[typed.name]
     numbers = parse_ints(f"store={spec!r}", typed, store.parameters)
     return store(**numbers)  # type: ignore[arg-type]  # `parameters` names the whole numbers it takes

@@ -36,9 +36,8 @@ class FullPrecisionRing:
         self.sinks = whole_number("sinks of a store", sinks, LEAST["sinks"], MAX_NUMBER)
         self.newest = whole_number("newest of a store", newest, LEAST["newest"], MAX_NUMBER)
         self.tensors: dict[str, Tensor] = {}
-        """All that is allocated, by name. A write makes a new dictionary: to put the one from before it back is to
-        undo it."""
-        self._latest_index: tuple[ReferenceType[Tensor], ...] | None = None  # of the tensors it was built from, and it
+        """Allocated tensors by name. A write makes a new dictionary, so restoring the old dictionary undoes it."""
+        self._latest_index: tuple[ReferenceType[Tensor], ...] | None = None  # its source tensors, and the index
 
     def allocate(self, keys: NewKeys, values: NewValues, rollback: int) -> None:
         """Make room for copies of such keys and values, so that `rollback` tokens can be rolled back."""
@@ -82,7 +81,7 @@ class FullPrecisionRing:
         new_index = written[:, None] + is_token.cumsum(1) - 1
         end = written + is_token.sum(1)
         is_kept = is_token & ((new_index < self.sinks) | (new_index >= end[:, None] - self._ring_size))
-        # Shapes must not depend on data (no host sync, CUDA graphs), so what is not kept is written, too.
+        # Shapes must not depend on data (no host sync, CUDA graphs), so tokens outside the ring are written to scratch.
         entries = self._entry_of(new_index).where(is_kept, scratch)
         index = index.expand(-1, slots.shape[1], -1)
         # The token of an entry was evicted if its slot is written again.

@@ -204,7 +204,7 @@ def tiny_model(family: str) -> PreTrainedModel:
     Raises: UsageError for an unknown family.
     """
     if family not in _CONFIGS:
-        raise UsageError(f"family {family!r} is unknown; {use_one_of(family, FAMILIES)}")
+        raise UsageError(f"family {family!r} is unknown. {use_one_of(family, FAMILIES)}")
     model_type, options = _CONFIGS[family]
     config = AutoConfig.for_model(model_type, **_sized(options))
     with torch.random.fork_rng(devices=[]):
@@ -315,7 +315,7 @@ _HYBRID_CONFIGS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
         },
     ),
     "olmo_hybrid": ("olmo_hybrid", {**_DELTA, "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL]}),
-    "jamba": (  # whose recurrent layers forget their state in a pass of several tokens
+    "jamba": (  # its recurrent layers forget their state in a pass of several tokens
         "jamba",
         {
             "num_hidden_layers": 5,
@@ -329,7 +329,7 @@ _HYBRID_CONFIGS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
             "mamba_dt_rank": 7,
         },
     ),
-    "zamba2": (  # whose attention modules are told in a pass which layer they are
+    "zamba2": (  # its attention modules learn their layer's number in a pass
         "zamba2",
         {
             "layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid", "hybrid"],
@@ -355,7 +355,7 @@ def tiny_hybrid(family: str, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     Raises: UsageError for an unknown family.
     """
     if family not in _HYBRID_CONFIGS:
-        raise UsageError(f"family {family!r} is unknown; {use_one_of(family, HYBRIDS)}")
+        raise UsageError(f"family {family!r} is unknown. {use_one_of(family, HYBRIDS)}")
     model_type, options = _HYBRID_CONFIGS[family]
     sizes: dict[str, Any] = {**_HYBRID_SIZES, **options, "vocab_size": vocabulary}
     kinds = options.get("layer_types", options.get("layers_block_type"))
@@ -382,7 +382,7 @@ def _redraw(name: str, parameter: nn.Parameter) -> None:
     elif parameter.ndim == 1:
         parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
         if any(part in name for part in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")):
-            parameter.data.add_(1.5)  # they decide how large scores are
+            parameter.data.add_(1.5)  # they scale attention scores
     elif any(part in name for part in ("q_proj", "k_proj")):
         parameter.data.copy_(torch.randn_like(parameter) * 0.35 * _HYBRID_SIZES["hidden_size"] / parameter.shape[1])
     elif "conv" in name and parameter.ndim == 3 and parameter.shape[1] == 1:
@@ -412,9 +412,9 @@ def check_on_models(policy: Policy, families: Sequence[str] = (*FAMILIES, *HYBRI
             continue
         whole, roomy, bounded = (_read(model, each) for each in caches)
         if not (roomy - whole).norm() <= 1e-5 * whole.norm():
-            raise PolicyError(f"{policy!r} changes what a {family} model says though nothing is evicted")
+            raise PolicyError(f"{policy!r} changes the logits of a {family} model though nothing is evicted")
         if not bounded.isfinite().all():
-            raise PolicyError(f"{policy!r} makes a {family} model say what is not finite")
+            raise PolicyError(f"{policy!r} makes logits of a {family} model infinite or NaN")
         _check_kept(caches[-1], policy, family)
 
 
@@ -425,14 +425,14 @@ def _cache(model: PreTrainedModel, budget: int | None, policy: Policy) -> KVCach
 def _check_kept(cache: KVCache, policy: Policy, family: str) -> None:
     required = {*range(SINKS), *range(TOKENS - WINDOW, TOKENS)}
     for layer in cache.layers:
-        if layer.rules.is_whole_window:  # a sliding window or chunk that fits is held, whatever the policy
+        if layer.rules.is_whole_window:  # a sliding window or chunk that fits is held whole under every policy
             continue
         for held in layer.positions[0].tolist():
             kept = {position for position in held if position >= 0}
             if len(kept) > BUDGET or not required <= kept:
                 raise PolicyError(
                     f"{policy!r} keeps {len(kept)} tokens in layer {layer.index} of a {family} model, with a budget of "
-                    f"{BUDGET}; of the first {SINKS} and newest {WINDOW} it lacks {sorted(required - kept)}"
+                    f"{BUDGET}. Of the first {SINKS} and newest {WINDOW} it lacks {sorted(required - kept)}"
                 )
 
 

@@ -35,8 +35,8 @@ from windlass.core.positions import EMPTY, PLACES
 
 HIDDEN: Final = frozenset({TOKEN_INDEX, *PLACES})  # state that is not a policy's, nor of a merge
 NOTHING: Final = np.empty(0, np.int32)
-SIZES_COST: Final = 0.001  # the share of time that measuring what a cache takes may take
-OVERLAP: Final = 256  # ids that are told again: a text that was rolled back may have others now
+SIZES_COST: Final = 0.001  # share of time that may go to measuring a cache's bytes
+OVERLAP: Final = 256  # ids sent again, as they may differ after a rollback
 
 Positions = NDArray[np.int32]
 Numbers = NDArray[np.float32]
@@ -300,21 +300,21 @@ def records_of(data: bytes) -> Iterator[Record]:
     Raises: RecordingError for a file that is no recording, or is cut off, changed or too long.
     """
     if data[: len(MAGIC)] != MAGIC:
-        raise RecordingError("is no recording: it does not begin as one; make one with `windlass generate --record`")
+        raise RecordingError("is no recording: it does not begin as one. Make one with `windlass generate --record`")
     at, count = len(MAGIC), 0
     while True:
         if len(data) - at < HEAD.size:
-            raise RecordingError(f"is cut off after {count} records; record it again")
+            raise RecordingError(f"is cut off after {count} records. Record it again")
         kind, length, told = HEAD.unpack_from(data, at)
         stop = at + HEAD.size + length
         if kind > END or stop > len(data):
-            raise RecordingError(f"is cut off or damaged in record {count}, at byte {at}; record it again")
+            raise RecordingError(f"is cut off or damaged in record {count}, at byte {at}. Record it again")
         payload = data[at + HEAD.size : stop]
         if zlib.crc32(payload, zlib.crc32(data[at : at + 8])) != told:
-            raise RecordingError(f"is damaged in record {count}, at byte {at}: its checksum differs; record it again")
+            raise RecordingError(f"is damaged in record {count}, at byte {at}: its checksum differs. Record it again")
         if kind == END:
             if payload != COUNT.pack(count) or stop != len(data):
-                raise RecordingError(f"is damaged: it does not end after {count} records; record it again")
+                raise RecordingError(f"is damaged: it does not end after {count} records. Record it again")
             return
         yield Record(kind, payload)
         at, count = stop, count + 1
@@ -327,11 +327,11 @@ def parsed(payload: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         told = None
     if not isinstance(told, dict):
-        raise RecordingError(f"has {what} that is no JSON object; record it again")
+        raise RecordingError(f"has {what} that is no JSON object. Record it again")
     return told
 
 
-NUMBERS_EVERY: Final = 8  # frames: all numbers change with each token, and nobody reads them so fast
+NUMBERS_EVERY: Final = 8  # frames: numbers change with each token, faster than anybody reads
 LENGTH: Final = struct.Struct("<I")
 CHANGE: Final = np.dtype([("slot", "<u4"), ("position", "<i4")])
 SCALARS: Final = {"seen": int, "next": int, "mode": str, "edited": bool, "bytes": int, "rows": int, "seconds": float}
@@ -447,7 +447,7 @@ def frames_of(records: Sequence[Record]) -> Iterator[Frame]:
         try:
             before = _after(before, kind, payload)
         except (_Contradiction, KeyError, TypeError, ValueError, OverflowError) as error:
-            raise RecordingError(f"is damaged: frame {number} contradicts itself ({error}); record it again") from None
+            raise RecordingError(f"is damaged: frame {number} contradicts itself ({error}). Record it again") from None
         yield before
 
 

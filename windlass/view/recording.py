@@ -101,11 +101,11 @@ def recording_of(data: bytes) -> Recording:
     """Read a recording from the bytes of a file. Raises: RecordingError, in words about the file."""
     first, *rest = records_of(data) if data else [Record(FULL, b"")]
     if first.kind != HEADER:
-        raise RecordingError("is damaged: it has no header; record it again")
+        raise RecordingError("is damaged: it has no header. Record it again")
     header = parsed(first.payload, "a header")
     if header.get("version") != VERSION:
-        raise RecordingError(f"has version {header.get('version')!r}, and {VERSION} is read here; update windlass")
+        raise RecordingError(f"has version {header.get('version')!r}, and {VERSION} is read here. Update windlass")
     frames = tuple(each for each in rest if each.kind in (FULL, DELTA))
     if not frames or any(each.kind == HEADER for each in rest):
-        raise RecordingError("is damaged: it has no frames, or several headers; record it again")
+        raise RecordingError("is damaged: it has no frames, or several headers. Record it again")
     return Recording(header, frames)

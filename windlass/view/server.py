@@ -35,7 +35,7 @@ KINDS: Final = {
 }
 FRAMES_TYPE: Final = "application/octet-stream"
 HEADERS: Final[Mapping[str, str]] = {
-    # The page shows what a model wrote and what others asked: nothing of it may become code, or leave.
+    # The page shows texts of a model and of other clients, which must neither run as code nor leave the page.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -81,7 +81,7 @@ class RecordingServer(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise UsageError(f"port {port} of {HOST} cannot be taken ({error}); choose another with --port") from None
+            raise UsageError(f"port {port} of {HOST} cannot be taken ({error}). Choose another with --port") from None
 
     @property
     def address(self) -> str:
@@ -121,9 +121,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 INTERVAL: Final = 0.2  # seconds between two frames of a viewer
-COST: Final = 0.01  # the share of time that copying may take
+COST: Final = 0.01  # share of time that copying may take
 GONE: Final = 2.0  # seconds without a step after which a viewer of the newest text looks at another one
-TEXTS: Final = 64  # that are remembered
+TEXTS: Final = 64  # texts that are remembered
 
 
 class RowSnapshot(NamedTuple):

@@ -15,8 +15,8 @@ COMMAND: Final = re.compile(r"/([a-z]+|\?)(?:\s+(.*))?", re.DOTALL)
 HINT: Final = "/help lists the commands"
 KEYS: Final = (
     "A message that begins with a slash and a word has two slashes: //help. /etc/passwd needs none.",
-    "Alt-Enter, or \\ at a line's end, begins a new line; a text that is pasted is one message.",
-    "Ctrl-C clears the line, or ends a reply; on an empty line twice, or Ctrl-D, it ends the chat.",
+    "Alt-Enter, or \\ at a line's end, begins a new line. A text that is pasted is one message.",
+    "Ctrl-C clears the line, or ends a reply. On an empty line twice, or Ctrl-D, it ends the chat.",
 )
 
 
@@ -57,9 +57,9 @@ class ChatCommands:
         """
         command = COMMANDS.get(SYNONYMS.get(name, name))
         if command is None:
-            note(f"/{name} is no command; {did_you_mean(name, COMMANDS)}{HINT}; //{name} sends it to the model")
+            note(f"/{name} is no command. {did_you_mean(name, COMMANDS)}{HINT}. //{name} sends it to the model")
         elif text and not command.takes:
-            note(f"/{name} takes nothing after it; //{name} ... sends it to the model")
+            note(f"/{name} takes nothing after it. //{name} ... sends it to the model")
         elif not text and command.takes and not command.takes.startswith("["):
             note(f"/{name} takes {command.takes}: {command.does}")
         else:
@@ -76,7 +76,7 @@ class ChatCommands:
     def save(self, text: str) -> None:
         path = Path(text).expanduser()
         self._dialogue.save(path)
-        note(f"{path} written; /load {path}, or --load {path}, goes on from it")
+        note(f"{path} written. /load {path}, or --load {path}, continues from it")
 
     def load(self, text: str) -> None:
         note(self._dialogue.load(Path(text).expanduser()))
@@ -90,17 +90,17 @@ class ChatCommands:
     def system(self, text: str) -> None:
         if not text:
             told = self._dialogue.conversation.system
-            note("there is no system text; /system TEXT sets one" if told is None else told)
+            note("there is no system text. /system TEXT sets one" if told is None else told)
             return
         is_read_again = self._dialogue.tell(None if text == "-" else text)
-        note("the system text is changed" + ("; the conversation was read again under it" if is_read_again else ""))
+        note("the system text is changed" + (". The conversation was read again under it" if is_read_again else ""))
 
     def set(self, text: str) -> None:
         name, *values = re.split(r"[\s=]+", text, maxsplit=1)
         name, value = name.strip("-").replace("-", "_"), "".join(values)
         settings = self._settings()
         if name and name not in settings:
-            raise UsageError(f"/set knows no {name!r}; {did_you_mean(name, settings)}it sets {', '.join(settings)}")
+            raise UsageError(f"/set knows no {name!r}. {did_you_mean(name, settings)}It sets {', '.join(settings)}")
         if value:
             self._set(name, value)
         for each, now in self._settings().items():
@@ -109,7 +109,7 @@ class ChatCommands:
 
     def tokens(self, text: str) -> None:
         turns, cache = self._dialogue.conversation.turns, self._dialogue.cache
-        say(f"seen   {cache.tokens_seen[0]:,} tokens; {len(turns):,} turn{'' if len(turns) == 1 else 's'}\n")
+        say(f"seen   {cache.tokens_seen[0]:,} tokens, {len(turns):,} turn{'' if len(turns) == 1 else 's'}\n")
         budget = "no budget" if cache.budget is None else f"a budget of {cache.budget:,}"
         say(f"kept   {kept(cache):,} in a layer, under {budget}\n")
         if turns:
@@ -127,7 +127,7 @@ class ChatCommands:
             raise UsageError(f"/resume takes nothing, or no, got {text!r}")
         found = self._dialogue.journal.found()
         if found is None:
-            note("there is no conversation to go on with")
+            note("there is no conversation to continue")
             return
         path, chat = found
         if not text:
@@ -168,19 +168,19 @@ class ChatCommands:
 
 COMMANDS: Final = {
     "help": Command("", "lists the commands", ChatCommands.help),
-    "save": Command("FILE", "writes the conversation, to go on from later", ChatCommands.save),
-    "load": Command("FILE", "goes on from there, in place of this conversation", ChatCommands.load),
+    "save": Command("FILE", "saves the conversation", ChatCommands.save),
+    "load": Command("FILE", "continues a saved conversation instead of this one", ChatCommands.load),
     "undo": Command("", "takes back the last message and its reply", ChatCommands.undo),
-    "retry": Command("", "writes the last reply anew, under another seed", ChatCommands.retry),
-    "system": Command(
-        "[TEXT]", "changes what the model is told first, -: nothing; the rest is read again", ChatCommands.system
+    "retry": Command("", "writes the last reply again, with another seed", ChatCommands.retry),
+    "system": Command("[TEXT]", "changes the system text (-: none) and reads the rest again", ChatCommands.system),
+    "set": Command(
+        "[NAME VALUE]", "changes temperature, max_tokens and others, without arguments lists them", ChatCommands.set
     ),
-    "set": Command("[NAME VALUE]", "changes temperature, max_tokens, ...; alone it lists them", ChatCommands.set),
     "tokens": Command("", "counts tokens: seen, kept, of the latest turn", ChatCommands.tokens),
     "cache": Command("", "describes the cache", ChatCommands.cache),
     "reset": Command("", "forgets everything but the system text", ChatCommands.reset),
     "resume": Command(
-        "[no]", "goes on with an unfinished conversation, or the last one; no: deletes it", ChatCommands.resume
+        "[no]", "continues an unfinished conversation, or the last one (no: deletes it)", ChatCommands.resume
     ),
     "quit": Command("", "ends the chat", ChatCommands.quit),
 }

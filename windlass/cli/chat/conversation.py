@@ -71,10 +71,10 @@ class Conversation:
         """
         if system is not None:
             if self.start:
-                raise UsageError("a system text stands at the start, and this conversation goes on from a prompt cache")
+                raise UsageError("a system text stands at the start, and this conversation continues a prompt cache")
             first = [*templates.of_system(system), templates.message("user", "?")]
             if system.strip() not in templates.opening(self._tokenizer, first):
-                raise UsageError("this model's chat template leaves the system text out; put it in a message")
+                raise UsageError("this model's chat template leaves the system text out. Put it in a message")
         before, self.system = self.system, system
         try:
             self.encode_again()
@@ -194,14 +194,14 @@ def read(path: Path) -> SavedChat:
         else:
             skipped += 1
     if chat is None:
-        raise UsageError(f"{what} is not one that windlass saved; give a file that /save wrote")
+        raise UsageError(f"{what} is not one that windlass saved. Give a file that /save wrote")
     return replace(chat, skipped=skipped)
 
 
 def _begun(record: dict[str, Any], what: str) -> SavedChat:
     version, system = record.get("version"), record.get("system")
     if version != VERSION:
-        raise UsageError(f"{what} has format version {version!r}, this windlass reads {VERSION}; use the one it is of")
+        raise UsageError(f"{what} has format version {version!r}, this windlass reads {VERSION}. Use the one it is of")
     try:
         time = datetime.fromisoformat(str(record.get("time")))
     except ValueError:
@@ -303,7 +303,7 @@ class Journal:
             if self._file is None:
                 self._path = self._folder / f"{self._prefix()}-{uuid4().hex}.jsonl"
                 self._file = private_file(self._path).open("a", encoding="utf-8", errors="replace")
-                fcntl.flock(self._file, fcntl.LOCK_EX)  # others hold it for a moment only, to see whether it is held
+                fcntl.flock(self._file, fcntl.LOCK_EX)  # other processes hold it only for a moment, to test it
             self._file.write(lines)
             self._file.flush()
             os.fsync(self._file.fileno())

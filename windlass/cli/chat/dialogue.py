@@ -48,7 +48,7 @@ class Dialogue:
         self.latest: Result | None = None
         self._is_cut_told = False
         if session.cache.tokens is None:
-            raise UsageError("the token ids of this prompt cache are not known; use it with `windlass generate`")
+            raise UsageError("the token ids of this prompt cache are not known. Use it with `windlass generate`")
         self.conversation = Conversation(session.tokenizer, session.cache.tokens[0], system)
         self.conversation.missing("?")
 
@@ -100,12 +100,12 @@ class Dialogue:
         elif result.finish_reason == "length" and not self._is_cut_told:
             self._is_cut_told = True
             notes.append(
-                f"ended at max_tokens {self.max_tokens}; /set max_tokens {2 * self.max_tokens} lets it write more"
+                f"ended at max_tokens {self.max_tokens} (/set max_tokens {2 * self.max_tokens} lets it write more)"
             )
         if not tokens:
             notes.append("the message was taken back")
         if notes:
-            note("; ".join(notes))
+            note(", ".join(notes))
         self._choices.tell()
         return code
 
@@ -116,21 +116,21 @@ class Dialogue:
         is_read_again = self.catch_up()
         left = _turns(len(self.conversation.turns))
         how = "the text before it was read again" if is_read_again else "rolled back"
-        return f"the last turn is taken back: {how}; {left} left"
+        return f"the last turn is taken back: {how}, {left} left"
 
     def retry(self) -> int:
         """Write the last reply anew, under another seed where it is drawn. Raises: UsageError when there is none."""
         last = self._take_last()
         self.journal.add(self.conversation, UNDO)
         if self.sampling.temperature == 0.0:
-            note("windlass: note: temperature 0 writes the same reply again; try /set temperature 0.8")
+            note("windlass: note: temperature 0 writes the same reply again. Try /set temperature 0.8")
         else:
             self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % MAX_SEED)
         turns = len(self.conversation.turns)
         try:
             return self.answer(last.line)
         finally:
-            if len(self.conversation.turns) == turns:  # nothing came in its place
+            if len(self.conversation.turns) == turns:  # no other turn replaced it
                 self.conversation.turns.append(last)
                 self.journal.begin(self.conversation)
 
@@ -167,7 +167,7 @@ class Dialogue:
                 lines = chat_file.lines_of(self.journal.origin, self.conversation)
                 temporary.write_bytes(lines.encode("utf-8", "replace"))
         except OSError as error:
-            raise UsageError(f"conversation {path} cannot be written: {error.strerror}; save elsewhere") from None
+            raise UsageError(f"conversation {path} cannot be written: {error.strerror}. Save elsewhere") from None
 
     def load(self, path: Path) -> str:
         """Continue the conversation that `save` wrote to `path`. Returns a report.
@@ -200,8 +200,8 @@ class Dialogue:
         is_read_again = self.catch_up()
         told = f"{_turns(len(conversation.turns))}, {len(conversation.ids):,} tokens"
         if chat.skipped:
-            told += f"; {chat.skipped} line{'s' * (chat.skipped > 1)} of the file could not be read"
-        return told + ("; its text was read again" if is_read_again else "")
+            told += f", {chat.skipped} line{'s' * (chat.skipped > 1)} of the file could not be read"
+        return told + (", its text was read again" if is_read_again else "")
 
     def catch_up(self) -> bool:
         """Make the cache hold exactly the conversation. Returns True if any of it was read again."""
@@ -210,7 +210,7 @@ class Dialogue:
             try:
                 self.cache.rollback(len(held) - len(wanted))
                 return False
-            except UsageError:  # further back than the cache remembers
+            except UsageError:  # more than the cache can roll back
                 self.cache.reset()
         elif held != wanted[: len(held)]:
             self.cache.reset()
@@ -233,7 +233,7 @@ class Dialogue:
 
     def _take_last(self) -> Exchange:
         if not self.conversation.turns:
-            raise UsageError("there is no turn to take back; the conversation has not begun")
+            raise UsageError("there is no turn to take back. The conversation has not begun")
         return self.conversation.turns.pop()
 
     def check_own(self, chat: SavedChat, path: Path) -> None:
@@ -242,7 +242,7 @@ class Dialogue:
         if chat.origin.fingerprint != ours.fingerprint:
             raise UsageError(
                 f"conversation {path} was held with {chat.origin.model}, this is {ours.model}: config, weights or "
-                "dtype differ; load it with that model"
+                "dtype differ. Load it with that model"
             )
 
 

@@ -57,7 +57,7 @@ def chat(session: Session, asked: PromptInput, arguments: ChatArguments) -> int:
         with unechoed():
             note(dialogue.take(saved, session.cache))
     if not dialogue.conversation.has_template:
-        note("windlass: note: this model has no chat template: it goes on with your text, it does not answer")
+        note("windlass: note: this model has no chat template: it continues your text and does not answer")
     code = at_terminal(dialogue, folder) if is_terminal else _from_pipe(dialogue)
     journal.close()
     return code
@@ -71,7 +71,7 @@ def cache_to_load(arguments: ChatArguments, prompt_cache: Path | None) -> Path |
     if arguments.conversation is None:
         return prompt_cache
     if prompt_cache is not None:
-        raise UsageError("both --load and --prompt-cache were given; a conversation has a cache of its own, use one")
+        raise UsageError("both --load and --prompt-cache were given. A conversation has a cache of its own, use one")
     conversation.read(arguments.conversation)
     beside = cache_beside(arguments.conversation)
     return beside if beside.exists() else None
@@ -92,7 +92,7 @@ def at_terminal(dialogue: Dialogue, folder: Path | None) -> int:
     """Answer typed lines, with their history in `folder`. Returns the exit code. Errors are reported."""
 
     screen = Screen(_history(folder), [f"/{name}" for name in COMMANDS])
-    note(f"{HINT}; Ctrl-D ends the chat")
+    note(f"{HINT}. Ctrl-D ends the chat")
     offer(dialogue.journal)
     while True:
         try:
@@ -146,8 +146,8 @@ def offer(journal: Journal) -> None:
         since = saved.time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M")
         turns = len(saved.turns) + (saved.pending is not None)
         note(
-            f"an unfinished conversation of {turns} turn{'' if turns == 1 else 's'} from {since} is there; "
-            "/resume goes on with it"
+            f"an unfinished conversation of {turns} turn{'' if turns == 1 else 's'} from {since} exists. "
+            "/resume continues it"
         )
 
 
@@ -174,7 +174,7 @@ def _next_line() -> str | None:
     try:
         return line.decode("utf-8").removesuffix("\n").removesuffix("\r") if line else None
     except UnicodeDecodeError:
-        raise UsageError("a line on stdin is not UTF-8 text; convert it first") from None
+        raise UsageError("a line on stdin is not UTF-8 text. Convert it first") from None
 
 
 STYLE = Style.from_dict({"": "ansigreen", "prompt": "ansigreen bold", "bottom-toolbar": "noreverse ansibrightblack"})

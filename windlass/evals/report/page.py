@@ -159,7 +159,7 @@ TEMPLATES.filters.update(
 )
 
 
-TEXT, NUMBER = "---", "---:"  # what a column's rule says: numbers align at the right
+TEXT, NUMBER = "---", "---:"  # rules of a column: numbers align at the right
 
 
 def row(cells: Sequence[str]) -> str:
@@ -235,7 +235,7 @@ def write_report(files: Sequence[Path], output: Path) -> ReportFiles:
                     for picture in pictures:
                         (new / picture.name).write_bytes(picture.png)
     except OSError as error:
-        raise UsageError(f"output {output} cannot be written: {error.strerror}; nothing was") from None
+        raise UsageError(f"output {output} cannot be written: {error.strerror}. Nothing was") from None
     return ReportFiles(output, folder, len(results.cases), len(pictures), results.notes)
 
 
@@ -265,8 +265,8 @@ def _task(task: str, cases: Sequence[Case], labels: Sequence[str], taken: set[st
         from windlass.evals.report import plots
     except ImportError as error:
         raise UsageError(
-            f"a report is drawn with matplotlib, which cannot be imported ({error}); "
-            "install it: pip install 'matplotlib>=3.9,<4', or '.[report]' in the folder that windlass came from"
+            f"a report is drawn with matplotlib, which cannot be imported ({error}). "
+            "Install it: pip install 'matplotlib>=3.9,<4', or '.[report]' in the folder that windlass came from"
         ) from None
 
     scores, losses = summaries.score_blocks(cases), summaries.loss_blocks(cases)
@@ -275,17 +275,17 @@ def _task(task: str, cases: Sequence[Case], labels: Sequence[str], taken: set[st
     drawn: list[tuple[str, str, list[Figure]]] = [
         (
             "score",
-            "score against bytes held; upright strokes are 95 % intervals",
+            "score against bytes held. Upright strokes are 95 % intervals",
             plots.curves(scores, labels, plots.SCORE),
         ),
         (
             "depth",
-            "score in percent by the needle's depth and the text's length; dark is lost, hatched was not run",
+            "score in percent by the needle's depth and the text's length. Dark is lost, hatched was not run",
             [] if maps is None else plots.heat_maps(maps),
         ),
         (
             "nll",
-            "negative log-likelihood against bytes held, lower is better; upright strokes are one standard error",
+            "negative log-likelihood against bytes held, lower is better. Upright strokes are one standard error",
             plots.curves(losses, labels, plots.LOSS),
         ),
     ]

@@ -25,7 +25,7 @@ MOST_LINES: Final = 12  # in one figure, as many as there are markers
 MOST_MAPS: Final = 12  # heat maps in one figure
 ACROSS: Final = 3
 LABEL: Final = 26  # characters of a line of a name beside a curve
-TIP: Final = "tip:"  # begins the id of what a browser tells about, which is the rest of it, quoted
+TIP: Final = "tip:"  # begins the id of an element with a tooltip. The rest of the id is the tooltip, quoted
 LONGEST: Final = 80  # characters of a name that has no more room
 WIDTH: Final = 4.6  # inches: text of 8.5 points can be read on a telephone
 DPI: Final = 220
@@ -70,7 +70,7 @@ def png(figure: Figure) -> bytes:
     """The figure as a PNG file. The same figure gives the same bytes."""
     data = io.BytesIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        # A name may have letters that the font lacks; the tables show them.
+        # A name may have letters that the font lacks. The tables show them.
         warnings.filterwarnings("ignore", message="Glyph .* missing", category=UserWarning)
         figure.savefig(data, format="png", dpi=DPI, metadata={"Software": None})
     return data.getvalue()

@@ -213,7 +213,7 @@ def _loss_row(cases: Sequence[Case]) -> SettingRow:
 
 def _row(cases: Sequence[Case], count: int, value: float, low: float | None, high: float | None) -> SettingRow:
     slots, share = fmean(case.slots_held for case in cases), fmean(case.share for case in cases)
-    # The room that a full cache keeps free is not what others are measured by.
+    # A full cache counts as all slots, without the room that it keeps free.
     share = 1.0 if cases[0].label == FULL else share
     return SettingRow(
         label=cases[0].label,
@@ -270,7 +270,7 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     return groups
 
 
-KEPT: Final = 0.95  # of the full cache's score, or of one over its perplexity: what counts as kept
+KEPT: Final = 0.95  # of the full cache's score, or of one over its perplexity: a setting above it keeps enough
 SURE: Final = 0.05  # below it a difference is no chance
 MOST_NAMED: Final = 3
 Texts = dict[tuple[object, ...], float]
@@ -384,7 +384,7 @@ def _told(standings: Sequence[OverallScore], template: str, factor: float, offse
     """
     full = standings[0] if standings[0].label == FULL else None
     others = [each for each in standings if each is not full]
-    base = full.value if full else 1.0  # of scores; no text is predicted that well
+    base = full.value if full else 1.0  # the highest score, and a perplexity that no text reaches
     kept = [each for each in others if each.value >= factor * base + offset]
     best = max(others, key=lambda each: (each.value, -each.share), default=None)
     if kept:

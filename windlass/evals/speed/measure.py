@@ -37,7 +37,7 @@ from windlass.hf.weights import labelled, parameter_count, quantize, stored_byte
 from windlass.positions.modes import Auto, Original, PositionMode, position_mode
 
 GROWTH = 1.5  # of a cache without budget, see `SlotLayer`
-BLOCK = 1024  # random tokens that are drawn; longer texts repeat them
+BLOCK = 1024  # random tokens, repeated in longer texts
 
 
 def bytes_held(shape: LayerShape, row: BenchRow) -> int:
@@ -108,7 +108,7 @@ def _remember(layer: SlotLayer, shape: LayerShape, positions: Tensor, batch: int
         layer.table.remember(keys, values, here.expand(batch, -1), (len(here),) * batch)
 
 
-HINT = "use a KVCache, which stores keys un-rotated"
+HINT = "Use a KVCache, which stores keys un-rotated"
 
 
 class RotatedStorage(KVCache):
@@ -133,12 +133,12 @@ class RotatedStorage(KVCache):
         if policy.needs.statistics:
             raise UsageError(
                 f"policy {policy!r} keeps statistics of un-rotated queries, and with rotated storage queries come "
-                f"rotated; {HINT}"
+                f"rotated. {HINT}"
             )
         if any(rotary is not None and rotary.layout.is_interleaved for rotary in self.rotaries):
-            raise UsageError(f"rotated storage is for models whose channel pairs are halves; {HINT}")
+            raise UsageError(f"rotated storage is for models whose channel pairs are halves. {HINT}")
         if any(rotary is not None and rotary.norm_weights is not None for rotary in self.rotaries):
-            raise UsageError(f"rotated storage is not for models with weights of norms after RoPE; {HINT}")
+            raise UsageError(f"rotated storage is not for models with weights of norms after RoPE. {HINT}")
         super().reset()
         for layer in self.layers:
             layer.rotary = None
@@ -167,9 +167,9 @@ class RotatedStorage(KVCache):
         """
         step = self.next_pass.step
         if (mask is not None and not bool(mask.all())) or (step is not None and not all(step.lengths)):
-            raise UsageError(f"rotated storage takes no padding; {HINT}")
+            raise UsageError(f"rotated storage takes no padding. {HINT}")
         if any(at != self.columns_seen for at in self.next_positions):
-            raise UsageError(f"with rotated storage all rows must go on at {self.columns_seen}; {HINT}")
+            raise UsageError(f"with rotated storage all rows must continue at {self.columns_seen}. {HINT}")
         super().begin(batch, tokens, mask, positions, ids, axes)
 
     def drop(self, start: int, end: int, row: int | None = None) -> None:
@@ -196,17 +196,17 @@ def _check_mode(mode: PositionMode) -> PositionMode:
     if isinstance(mode, Auto):
         return Original()
     if not isinstance(mode, Original):
-        raise UsageError(f'rotated storage reads at positions="original" only, got "{mode}"; {HINT}')
+        raise UsageError(f'rotated storage reads at positions="original" only, got "{mode}". {HINT}')
     return mode
 
 
 def _moved(edit: str) -> UsageError:
-    return UsageError(f"{edit} would move positions, and rotated keys stay where they were stored; {HINT}")
+    return UsageError(f"{edit} would move positions, and rotated keys stay where they were stored. {HINT}")
 
 
 Clock = Callable[[], float]
 
-RECORDED: Final = 3  # steps before those that are timed: one as it comes, one recorded, one more
+RECORDED: Final = 3  # steps before the timed ones: one in eager mode, one recorded, one replayed
 
 
 class Timer:
@@ -262,7 +262,7 @@ class Timer:
             try:
                 write(RECORDED)
             except UserWarning as error:
-                raise UsageError(f"--graph on: {error}; leave it out, or use off") from error
+                raise UsageError(f"--graph on: {error}. Leave it out, or use off") from error
         return partial(write, self.row.workload.tokens)
 
     def _read(self) -> None:
@@ -283,7 +283,7 @@ class Timer:
         torch.set_num_threads(self.row.setup.threads)
         fill(self.cache, self._shapes, self.row.workload.depth)
         if not self.row.workload.is_prompt:
-            # The first token after a prompt packs the slots; it belongs to none of the runs.
+            # The first token after a prompt packs the slots, so no run counts it.
             prefill(self._model, self.cache, [ids[:1] for ids in self._ids])
             self.cache.rollback(1)
 
@@ -321,7 +321,7 @@ def weight_bytes(model: PreTrainedModel) -> int:
     return total - stored_bytes(embedding)
 
 
-Progress = Callable[[str, int, int], None]  # what is run next, how many runs are done, and of how many
+Progress = Callable[[str, int, int], None]  # the name of the next run, the number of runs done, and their total
 
 
 @dataclass(frozen=True)
@@ -381,7 +381,7 @@ def check_memory(weights: int, caches: int, free: int | None) -> None:
         whole, of_weights, of_caches, rest = (in_units(size) for size in (weights + caches, weights, caches, free))
         raise UsageError(
             f"this needs about {whole} of memory (weights {of_weights}, the caches of all rows {of_caches}), but "
-            f"{rest} are free; give a lower -d or --layers, or fewer values"
+            f"{rest} are free. Give a lower -d or --layers, or fewer values"
         )
 
 
@@ -393,7 +393,7 @@ def _with_graph(request: BenchRequest) -> BenchLists:
     if asked is None:
         return replace(request.lists, graph="on" if has_graphs else "off")
     if "on" in asked and not has_graphs:
-        raise UsageError(f"--graph {asked}: on a {device.type} steps run as they come; use --device cuda, or off")
+        raise UsageError(f"--graph {asked}: on a {device.type} steps run eagerly. Use --device cuda, or off")
     return request.lists
 
 
@@ -403,7 +403,7 @@ def _opened(request: BenchRequest, rows: Sequence[BenchRow]) -> tuple[PreTrained
     device = device_of(request.device)
     check_place(request.weights, device)
     if device.type != "cpu" and request.lists.threads is not None:
-        raise UsageError(f"--threads are those of a CPU; leave it out, or use --device cpu instead of {device}")
+        raise UsageError(f"--threads is for a CPU. Leave it out, or use --device cpu instead of {device}")
     if request.shape is not None:
         shape, label = shape_of(request.shape, request.layers)
         dtype = asked if isinstance(asked, torch.dtype) else torch.bfloat16

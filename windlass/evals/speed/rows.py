@@ -110,18 +110,18 @@ def _check(setup: BenchSetup) -> None:
     if setup.storage == "rotated" and not isinstance(setup.options.positions, Original):
         raise UsageError(
             f"--storage rotated and --positions {setup.options.positions} exclude each other: a key that is stored "
-            "rotated is read where it was; measure them in two runs"
+            "rotated is read where it was. Measure them in two runs"
         )
 
 
 def _slots(budget: Budget) -> int | None:
     if budget.divisor is not None:
-        raise UsageError(f"--budget {budget.asked!r} is a part of a text; a benchmark takes a number of tokens, or all")
+        raise UsageError(f"--budget {budget.asked!r} is a part of a text. A benchmark takes a number of tokens, or all")
     return budget.slots
 
 
 CPU = torch.device("cpu")
-BLOCK = 1_000_003  # random numbers that are drawn; a prime, so that no two rows of a matrix are alike
+BLOCK = 1_000_003  # random numbers: a prime, so that no two rows of a matrix are alike
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ SHAPES = {
     "7b-mha": _llama(32, 4096, 32, 32, 128, 11008, 32000),
     # Qwen3-Next 80B-A3B has 48 layers: of every four, three are recurrent. Each has 3.2 GB of weights.
     "qwen3-next": Shape("qwen3_next", 4, {}),
-    # DeepSeek V3 has 61 layers, of which only the first three are without experts; here all are.
+    # DeepSeek V3 has 61 layers, of which the first three have no experts. Here no layer has experts.
     "dsv3": Shape("deepseek_v3", 3, {"first_k_dense_replace": 61}),
 }
 WHOLE: Final[Mapping[str, int]] = {"qwen3-next": 48, "dsv3": 61}  # layers of the models that these are a part of
@@ -201,7 +201,7 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device = CPU) -
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.to_empty(device=device)
-    # What is not among the weights was lost with the meta device.
+    # Buffers that are not among the weights were lost with the meta device.
     for buffer in model.buffers():
         buffer.zero_()
     rotary = model.get_decoder().rotary_emb

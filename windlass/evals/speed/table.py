@@ -111,7 +111,7 @@ def footnote(rows: Sequence[BenchRow], conditions: Conditions) -> str:
     runs = " or ".join(map(str, counts)) + (" run" if counts == [1] else " runs")
     versions = ", ".join(f"{name} {number}" for name, number in conditions.versions.items())
     return (
-        f"t/s: median ± half the interquartile range of {runs}, rows in turn; GB/s: weights and held keys and values "
+        f"t/s: median ± half the interquartile range of {runs}, rows in turn. GB/s: weights and held keys and values "
         f"read per second in tg.\n{cpu_name()}; {versions}; {conditions.date}"
     )
 

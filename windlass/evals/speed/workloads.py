@@ -57,9 +57,9 @@ def check_subject(model: str | None, shape: str | None, layers: int | None, shap
     if (model is None) == (shape is None):
         raise UsageError("give either a model or --shape with one of its names")
     if shape is not None and shape not in shapes:
-        raise UsageError(f"--shape {shape!r} is unknown; {use_one_of(shape, shapes)}")
+        raise UsageError(f"--shape {shape!r} is unknown. {use_one_of(shape, shapes)}")
     if shape is None and layers is not None:
-        raise UsageError("--layers goes with --shape; a model has the layers that it has")
+        raise UsageError("--layers goes with --shape. A model has the layers that it has")
 
 
 def workloads_of(lists: BenchLists) -> list[Workload]:
@@ -77,7 +77,7 @@ def workloads_of(lists: BenchLists) -> list[Workload]:
         if tokens
     ]
     if not workloads:
-        raise UsageError("-p 0 and -n 0 leave nothing to measure; give one of them a number of tokens")
+        raise UsageError("-p 0 and -n 0 leave nothing to measure. Give one of them a number of tokens")
     return workloads
 
 
@@ -97,5 +97,5 @@ def setups_of(lists: BenchLists) -> dict[str, list[Any]]:
 
 def _choice(option: str, names: Collection[str], part: str) -> str:
     if part not in names:
-        raise UsageError(f"{option} {part!r} is unknown; {use_one_of(part, names)}")
+        raise UsageError(f"{option} {part!r} is unknown. {use_one_of(part, names)}")
     return part

@@ -40,7 +40,7 @@ RULER = Wording(
     " The special magic {one} for {query} mentioned in the provided text is",
     " The special magic {many} for {query} mentioned in the provided text are",
 )
-ABOVE = replace(  # what the shipped model was trained on
+ABOVE = replace(  # the training task of the shipped model
     RULER,
     intro_one="",
     intro_many="",

@@ -29,7 +29,7 @@ __all__ = ["Header", "config_of", "dtype_of", "model_of", "read_header", "tokeni
 
 MOST_LAYERS: Final = 1024
 ROPE_FACTORS: Final = "rope_freqs.weight"
-# How metadata name what widens the positions of a model; transformers reads neither.
+# Metadata keys and tensors that extend a model's positions. transformers reads neither.
 ROPE_SCALING: Final = ".rope.scaling.type"
 # Control tokens that end an answer, beside the one that ends a text.
 ENDS: Final = ("eot_token_id", "eom_token_id")
@@ -44,7 +44,7 @@ def config_of(header: Header) -> PreTrainedConfig:
     length = header.metadata.get(f"{header.architecture}.context_length", 1)
     for name, value, most in (("block_count", layers, MOST_LAYERS), ("context_length", length, MAX_NUMBER)):
         if type(value) is not int or not 0 <= value <= most:
-            raise UsageError(f"model {header.path} is damaged: its {name} is {value!r}; copy it again")
+            raise UsageError(f"model {header.path} is damaged: its {name} is {value!r}. Copy it again")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(**_place(header))
     except ValueError as error:
@@ -53,7 +53,7 @@ def config_of(header: Header) -> PreTrainedConfig:
         known = sorted(each for each in _known() if each not in ("general", "tokenizer"))
         raise UsageError(
             f"model {header.path}: transformers {__version__} reads no GGUF files of architecture "
-            f"{header.architecture!r}; it reads {', '.join(known)}"
+            f"{header.architecture!r}. It reads {', '.join(known)}"
         ) from error
     config.name_or_path = str(header.path)
     return config
@@ -66,7 +66,7 @@ def tokenizer_of(header: Header) -> PreTrainedTokenizerBase:
     except Exception:
         raise
     except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of the tokenizers' own language
+        if type(error).__name__ != "PanicException":  # raised by the Rust code of tokenizers
             raise
         raise ValueError(str(error)) from None
     return tokenizer
@@ -340,7 +340,7 @@ class _Weights:
         if scaling != "none" and isinstance(own, dict) and own.get("rope_type", "default") == "default":
             _warn(
                 f"model {path}: its RoPE is scaled ({scaling}), which transformers does not read from a GGUF file: "
-                "long texts come out worse; use the model in transformers' own format for them"
+                "long texts come out worse. Use the model in transformers' own format for them"
             )
 
 

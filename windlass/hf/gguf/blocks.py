@@ -19,7 +19,7 @@ from windlass.hf.weights import raw_bytes
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
-# The most that a header may hold, far above that of any model: what reads it after us trusts it.
+# Limits of a header, far above any model's, because the reader after us trusts it.
 MOST_ITEMS, MOST_TEXT, MOST_DIMENSIONS = 2**22, 2**24, 4
 ALIGNMENT: Final = 32
 # struct's letters of the numbers that metadata have.
@@ -88,8 +88,8 @@ class _Cursor:
         (version,) = self._numbers("I")
         if version not in VERSIONS:
             raise UsageError(
-                f"model {self._path} is of version {version} of GGUF, or of a machine of another byte order; "
-                f"versions {VERSIONS[0]} and {VERSIONS[1]} are read"
+                f"model {self._path} is of version {version} of GGUF, or of a machine of another byte order. "
+                f"Versions {VERSIONS[0]} and {VERSIONS[1]} are read"
             )
         tensors, fields = self._numbers("QQ")
         self._check_count(tensors)
@@ -98,7 +98,7 @@ class _Cursor:
         for _ in range(fields):
             name = self._text()
             if name in metadata:
-                raise self._damaged(f"{name!r} stands in it twice")
+                raise self._damaged(f"{name!r} occurs twice")
             metadata[name] = self._value(self._numbers("I")[0])
         if not isinstance(metadata.get("general.architecture"), str):
             raise self._damaged("it does not name its architecture")
@@ -120,20 +120,20 @@ class _Cursor:
         for name, number, shape, offset in sorted(entries, key=lambda entry: entry[3]):
             if number not in kinds:
                 raise UsageError(
-                    f"model {self._path}: {name!r} is of type {number}, which this gguf does not know; upgrade it: "
+                    f"model {self._path}: {name!r} is of type {number}, which this gguf does not know. Upgrade it: "
                     "pip install --upgrade gguf"
                 )
             kind, inputs, size = kinds[number]
             if name in found or not shape or not all(shape) or shape[-1] % inputs:
-                raise self._damaged(f"tensor {name!r} of type {kind} has shape {shape}, or stands in it twice")
+                raise self._damaged(f"tensor {name!r} of type {kind} has shape {shape}, or occurs twice")
             tensor = StoredTensor(name, kind, shape, start + offset, shape[-1] // inputs * size)
             if tensor.start < end:
                 raise self._damaged(f"tensor {name!r} lies on another one")
             end = tensor.start + tensor.nbytes
             if end > self._size:
                 raise UsageError(
-                    f"model {self._path} is cut: it has {self._size:,} bytes, and {name!r} ends at {end:,}; "
-                    "copy it again"
+                    f"model {self._path} is cut: it has {self._size:,} bytes, and {name!r} ends at {end:,}. "
+                    "Copy it again"
                 )
             found[name] = tensor
         return found
@@ -185,7 +185,7 @@ class _Cursor:
             raise self._damaged("a text in it is not UTF-8") from None
 
     def _damaged(self, problem: str) -> UsageError:
-        return UsageError(f"model {self._path} is damaged: {problem}; copy it again")
+        return UsageError(f"model {self._path} is damaged: {problem}. Copy it again")
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def raw_rows(path: Path, tensor: StoredTensor, first: int, last: int) -> Tensor:
     with path.open("rb") as file:
         file.seek(tensor.start + first * tensor.row_bytes)
         if file.readinto(raw_bytes(found)) != found.nbytes:
-            raise UsageError(f"model {path} was cut while it was read; copy it again")
+            raise UsageError(f"model {path} was cut while it was read. Copy it again")
     return found
 
 
@@ -359,7 +359,7 @@ def decoded_of(path: Path, tensor: StoredTensor, dtype: torch.dtype) -> Tensor:
                 found[first:last] = torch.from_numpy(dequantize(raw.numpy(), kind))
             except NotImplementedError:
                 raise UsageError(
-                    f"model {path}: {tensor.name!r} is of type {tensor.kind}, which gguf cannot decode; use a file of "
+                    f"model {path}: {tensor.name!r} is of type {tensor.kind}, which gguf cannot decode. Use a file of "
                     f"one of: {', '.join(LAYOUTS)}"
                 ) from None
     return found.view(tensor.shape)

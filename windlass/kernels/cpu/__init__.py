@@ -70,7 +70,7 @@ def instruction_set() -> str:
         return known[0]
     if wanted is not None and wanted not in known:
         raise UsageError(
-            f"WINDLASS_CPU={wanted!r} is not an instruction set of this CPU; use one of: {', '.join(known)}"
+            f"WINDLASS_CPU={wanted!r} is not an instruction set of this CPU. Use one of: {', '.join(known)}"
         )
     return wanted or known[0]
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-# data, scales, means, channels that are meant, the first of them, all that are held, bytes of a slot; ring at full
-# precision, index into it, its entries, their format
+# data, scales, means, channels read, the first of them, channels held, bytes of a slot, ring at full precision, index
+# into it, its entries, their format
 PackedStates = tuple[int, int, int, int, int, int, int, int, int, int, int]
 
 def instruction_sets() -> str: ...
@@ -36,13 +36,16 @@ def attend(
 # address, strides of rows and heads: of queries in numbers, of keys and values in bytes
 NewStates = tuple[int, int, int]
 
-# what is observed, the score, share, pool, whether it is the mean; budget, sinks, window
+# observed state, score, share, pool, whether it is the mean, budget, sinks, window
 RetainArguments = tuple[int, int, float, int, bool, int, int, int]
 
-# words and channels of keys, bytes and channels of values, their format; the address of key means; of each piece keys,
-# key scales, values, value scales, and tiles; of each piece of digests the largest, their scales, the least, their
-# scales, and tiles; how many candidates; positions and how many of a row, and of what was recalled; cos, sin, pairs;
-# pages, and which state
+# one line each: words and channels of keys, bytes and channels of values, their format
+# the address of key means
+# per piece keys, key scales, values, value scales, and tiles
+# per piece of digests the largest, their scales, the least, their scales, and tiles, then the number of candidates
+# positions of the store, their number in a row, and positions of recalled tokens
+# cos, sin, pairs
+# pages, and the number of the state
 RecallArguments = tuple[
     tuple[int, int, int, int, int],
     int,

@@ -3,9 +3,9 @@
 // A piece of work is a range of slots of one row, with all its heads, so that a block of the sin and
 // cos table is read once for all of them. Per block of slots and kv head: rotate the keys, multiply
 // them with the queries that share them, update the running softmax, add the values. The partial
-// results of the pieces are joined at the end, and masses follow from the logits that are kept.
-// Source: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867); splitting over keys,
-// FlashDecoding, Dao et al. 2023.
+// results of the pieces are joined at the end, and masses are computed from the stored logits.
+// Source: online softmax, Milakov and Gimelshein 2018 (arXiv:1805.02867). Splitting over keys: FlashDecoding, Dao et
+// al. 2023.
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -129,7 +129,7 @@ class Kernel {
                 if (is_narrow)  // in place: they take half the room
                     for (std::size_t i = 0; i < sizes.key_width; i += 16)
                         store_half((std::uint16_t *)to + i, load<Floats>(to + i));
-                if (is_narrow)  // keys are laid in whole vectors, and what is 0 there must meet numbers
+                if (is_narrow)  // keys are padded to whole vectors, and their zeros must meet finite numbers
                     for (std::size_t i = sizes.key_width; i < narrow_width(call.keys.channels); ++i) ((std::uint16_t *)to)[i] = 0;
 #endif
             }
@@ -188,8 +188,8 @@ class Kernel {
         for (int j = 0; j < count; ++j) follow &= positions[j] == positions[j / STEADY * STEADY] + j % STEADY;
         return follow;
     }
-    // The rows of the tables by which queries are rotated back for every STEADY slots; the scale of the tables is that of
-    // their first row, and counts once.
+    // The rows of the tables by which queries are rotated back for every STEADY slots. Their first row has the scale of the
+    // tables, which counts once.
     void lay_bases(int row, int head, int at, int count, ThreadBuffers buffers) const {
         const std::int32_t *positions = rotary_positions(call.near, row, head, at);
         for (int j = 0; j < count; j += STEADY) {
@@ -219,7 +219,7 @@ class Kernel {
             return;
         }
         const std::size_t place = (std::size_t(row) * call.kv_heads + head) * call.slots + at;
-        // What comes next: this block of the next head, or the next block of the first.
+        // The next read: this block of the next head, or the next block of the first head.
         const std::ptrdiff_t ahead =
             head + 1 < call.kv_heads ? call.slots : BLOCK - std::ptrdiff_t(head) * call.slots;
         bool has_far = false;
@@ -422,8 +422,8 @@ class Kernel {
                     out[j * sizes.key_width + i] = 0;
     }
 
-    // VECTORS: as many vectors of pairs as fill the channels of keys of which none is held at full precision;
-    // 0: any other case.
+    // VECTORS: number of vectors of pairs that fill the keys' channels if no key is held at full precision. 0: any
+    // other case.
     template <int VECTORS>
     void rotate_keys(const Branch &branch, int row, int head, int at, std::size_t place, int count,
                      std::ptrdiff_t ahead, float *out) {
@@ -476,7 +476,7 @@ class Kernel {
                 store(weights + q * BLOCK + j, load<Floats>(weights + q * BLOCK + j) * load<Floats>(wide + j));
     }
 
-    // Of a head's values, those that are meant; null where all are 0.
+    // The means of a head's values (null where all are 0).
     const float *value_means(int head) const {
         const PackedStates &packed = call.values;
         return packed.means ? packed.means + std::size_t(head) * packed.held + packed.first : nullptr;
@@ -502,7 +502,7 @@ class Kernel {
         }
     }
 
-    // The pieces of one head become its result; its maximum and the inverse of its sum stay for the masses.
+    // The pieces of one head become its result. Its maximum and the inverse of its sum are kept for the masses.
     void join(int row, int head) {
         const int splits = pieces(call.slots), channels = call.values.channels;
         for (int t = 0; t < call.tokens; ++t) {

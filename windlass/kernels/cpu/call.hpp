@@ -1,4 +1,4 @@
-// What Python hands to a kernel. All pointers are to tensors that Python keeps alive and has checked.
+// Arguments of kernels. All pointers are to tensors that Python keeps alive and has checked.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,11 +13,11 @@ enum class Format : int { float32, bfloat16, float16, int8, int4 };
 // Meant are `channels` of the `held` ones, from `first` on: values may be a part of their keys.
 struct PackedStates {
     const std::uint8_t *data;
-    const std::uint16_t *scales;  // float16; null unless low-bit
-    const float *means;           // (kv_heads, held); null where all are 0
+    const std::uint16_t *scales;  // float16 (null unless low-bit)
+    const float *means;           // (kv_heads, held), null where all are 0
     int channels, first, held;
     std::size_t row_bytes;
-    // Some slots are held at full precision, too: slot s at entry ring_index[s], -1 for none; may be null.
+    // Some slots are held at full precision, too: slot s at entry ring_index[s], -1 for none. May be null.
     const std::uint8_t *full_precision;  // (batch, kv_heads, ring_entries, held) in `ring_format`
     const std::int32_t *ring_index;      // (batch, kv_heads, slots)
     int ring_entries;
@@ -26,7 +26,7 @@ struct PackedStates {
     std::int32_t ring_entry(std::size_t slot) const { return full_precision ? ring_index[slot] : -1; }
 };
 
-// Rotary positions of one set of logits; no rotation where `keys` is null.
+// Rotary positions of one set of logits. Nothing is rotated where `keys` is null.
 struct Branch {
     const std::int64_t *queries;  // (batch, score_heads, tokens)
     const std::int32_t *keys;     // (batch, score_heads, slots)
@@ -38,25 +38,25 @@ struct Attend {
     Format float_format;  // of queries and the result
     PackedStates keys, values;
     const std::uint8_t *queries;          // innermost dimension contiguous
-    std::int64_t query_strides[3];        // of batch, heads, tokens; in numbers
+    std::int64_t query_strides[3];        // of batch, heads, tokens (in numbers)
     std::uint8_t *out;                    // (batch, tokens, heads, value channels)
     const std::int32_t *slot_positions;   // (batch, score_heads, slots)
     const std::int64_t *query_positions;  // (batch, tokens)
-    Branch near, far;                     // `far` beyond `near_window`; its `keys` null: near everywhere
+    Branch near, far;                     // `far` beyond `near_window` (its `keys` null: near everywhere)
     int near_window;
     const float *cos, *sin;  // (length, pairs)
     int pairs;
     bool is_steady;                    // each row of the tables is the one before it, rotated by row 1
-    const float *query_gain;           // (key channels), of rotated queries; may be null
+    const float *query_gain;           // (key channels), of rotated queries (may be null)
     float scale, softcap;              // softcap 0: none
     int sliding_window, reach, sinks;  // window and reach: INT32_MAX for none
     int attention_chunk;               // INT32_MAX for none
-    const float *sink_logits;          // (heads); may be null
-    const float *log_counts;           // (batch, score_heads, slots); may be null
+    const float *sink_logits;          // (heads), may be null
+    const float *log_counts;           // (batch, score_heads, slots), may be null
     const std::int64_t *observed;      // (batch, observations) columns or -1
     int observations;
-    float *mass_rows;  // (batch, kv_heads, observations, slots); may be null
-    float *mass_rest;  // (batch, kv_heads, slots); may be null
+    float *mass_rows;  // (batch, kv_heads, observations, slots), may be null
+    float *mass_rest;  // (batch, kv_heads, slots), may be null
 
     int group() const { return heads / kv_heads; }
     bool has_far() const { return far.keys != nullptr; }
@@ -68,7 +68,7 @@ struct Rotate {
     int batch, kv_heads, score_heads, slots, used;
     Format format, float_format;  // of `packed` and of the result
     PackedStates packed;
-    const std::int32_t *positions;  // (batch, score_heads, slots); null: no rotation
+    const std::int32_t *positions;  // (batch, score_heads, slots) (null: no rotation)
     const float *cos, *sin;         // (length, pairs)
     int pairs;
     std::uint8_t *out;  // (batch, kv_heads, used, channels)
@@ -83,15 +83,15 @@ struct MeanKeyCosine {
     float *out;                     // (batch, kv_heads, slots)
 };
 
-// What slots get of the attention of a chunk's queries: the keys are rotated, and the log-sum-exps known.
+// The attention of a chunk's queries to each slot. The keys are rotated, and the log-sum-exps known.
 struct QueryMass {
     int batch, heads, kv_heads, mask_heads, tokens, used, channels;
-    int key_slots, slots, outputs;  // slots that keys have room for, and those of the result
+    int key_slots, slots, outputs;  // slots that keys have room for, and slots of the result
     Format format;                  // of queries and keys
     const std::uint8_t *queries;    // (batch, heads, tokens, channels)
     const std::uint8_t *keys;       // (batch, kv_heads, key_slots, channels), of which the first `used` count
     const bool *mask;               // (batch, mask_heads, tokens, used): which slots a query sees
-    const float *log_counts;        // (batch, mask_heads, used); may be null
+    const float *log_counts;        // (batch, mask_heads, used), may be null
     const float *lse;               // (batch, heads, tokens)
     const std::int32_t *targets;    // (batch, tokens): the row of the result that a query adds to, -1 for none
     float scale;
@@ -104,7 +104,7 @@ struct QueryMass {
 struct BestPages {
     struct Piece {
         const std::uint32_t *keys;    // (batch, kv_heads, tiles, words, 16)
-        const std::uint16_t *scales;  // (batch, kv_heads, tiles * 16), float16; null unless low-bit
+        const std::uint16_t *scales;  // (batch, kv_heads, tiles * 16), float16 (null unless low-bit)
         int tiles;
     };
     struct Digests {
@@ -118,7 +118,7 @@ struct BestPages {
     std::vector<Digests> digests;  // as well
     int candidates;                // at least `count`
     const std::int32_t *positions;  // (batch, slots), negative where a token is no part of the text
-    const float *kept_index;        // (batch, score_heads, kept): tokens that are no part of any page; -1 for none
+    const float *kept_index;        // (batch, score_heads, kept): tokens outside of all pages, -1 for none
     std::int64_t *best;             // (batch, kv_heads, count)
     std::uint8_t *is_read;          // (batch, kv_heads, count * 8): whether a token of these pages may be recalled
 
@@ -164,22 +164,22 @@ struct NewStates {
 struct Recall {
     struct Piece {
         std::uint32_t *keys;        // (batch, kv_heads, tiles, words, 16)
-        std::uint16_t *key_scales;  // (batch, kv_heads, tiles * 16), float16; null unless low-bit
+        std::uint16_t *key_scales;  // (batch, kv_heads, tiles * 16), float16 (null unless low-bit)
         std::uint8_t *values;       // (batch, kv_heads, tiles * 16, value_bytes)
         std::uint16_t *value_scales;
         int tiles;
     };
     int words, channels, value_bytes, value_channels;
-    Format format;       // of keys and values; the slots' own unless low-bit
-    const float *means;  // (kv_heads, channels), of keys; may be null
+    Format format;       // of keys and values (the slots' own unless low-bit)
+    const float *means;  // (kv_heads, channels), of keys (may be null)
     std::vector<Piece> pieces;
     std::vector<BestPages::Digests> digests;  // of pages
-    int candidates;                           // pages that are looked at; 0: all
+    int candidates;                           // pages to score token by token (0: all)
     const std::int32_t *positions;  // (batch, tokens), negative where a token is no part of the text
     std::int64_t tokens;
-    std::int32_t *last_recalled;  // (batch, kv_heads, count * 8): positions of what a step reads, -1 for what it leaves out
+    std::int32_t *last_recalled;  // (batch, kv_heads, count * 8): positions that a step reads, -1 for unused places
     const float *cos, *sin;  // (pairs): of the distance at which queries look for tokens
-    int pairs, count, state;  // `count` pages are read at most; tensor number `state` has the numbers of tokens in slots
+    int pairs, count, state;  // reads at most `count` pages. Tensor number `state` has the numbers of tokens in slots
 };
 
 // A step of one token per row with such a store.
@@ -194,14 +194,14 @@ struct RecallStep {
     float scale;
     const float *kept;                   // (batch, score_heads, slots): the number of each slot's token
     const std::int32_t *slot_positions;  // (batch, score_heads, slots)
-    const std::int64_t *free;            // (batch, score_heads, count * 8): slots that take what is recalled
+    const std::int64_t *free;            // (batch, score_heads, count * 8): slots for the recalled tokens
     std::uint8_t *slot_keys, *slot_values;
-    std::int32_t *read_positions;  // (batch, kv_heads, slots): of what is recalled, too
+    std::int32_t *read_positions;  // (batch, kv_heads, slots): including recalled tokens
 
     std::int64_t number_bytes() const { return float_format == Format::float32 ? 4 : 2; }
 };
 
-// The scan of such a step, of which queries, what is kept and the results are still to be given.
+// The scan of such a step, without its queries, kept tokens and results, which the caller sets.
 inline BestPages pages_call(const RecallStep &step, const Recall &store) {
     BestPages call{};
     call.batch = step.batch, call.kv_heads = step.kv_heads, call.score_heads = step.score_heads;
@@ -219,8 +219,8 @@ struct Encode {
     int batch, kv_heads, tokens, width, bits;
     Format float_format;
     const std::uint8_t *states;  // innermost dimension contiguous
-    std::int64_t strides[3];     // of batch, kv_heads, tokens; in numbers
-    const float *means;          // (kv_heads, width); may be null
+    std::int64_t strides[3];     // of batch, kv_heads, tokens (in numbers)
+    const float *means;          // (kv_heads, width), may be null
     std::uint8_t *codes;         // (batch, kv_heads, tokens, width * bits / 8)
     std::uint16_t *scales;       // (batch, kv_heads, tokens), float16
 };
@@ -228,15 +228,15 @@ struct Encode {
 // A linear layer: inputs (tokens, in) by weights (out, in), all contiguous.
 struct Linear {
     int tokens, in, out;
-    Format format;        // of the weights; int8: code * scale; with pairs: see `linear_groups.hpp`
+    Format format;        // of the weights (int8: code * scale, with pairs: see `linear_groups.hpp`)
     Format float_format;  // of inputs, bias and the result
     const std::uint8_t *inputs, *weights;
     Format scale_format;
     const std::uint8_t *scales;  // (out) in `scale_format`, of int8 weights
-    const std::uint8_t *bias;   // (out); may be null
+    const std::uint8_t *bias;   // (out), may be null
     std::uint8_t *result;       // (tokens, out)
-    // Of weights in groups: (in / group, blocks * block, columns) in `pair_format`; inputs that share a scale, outputs
-    // that lie side by side, the code of 4 bits that is worth its zero, and (in / 256, ...) in float16, or null.
+    // Of weights in groups: (in / group, blocks * block, columns) in `pair_format`, inputs that share a scale, outputs
+    // that lie side by side, the code of 4 bits that stands for its zero, and (in / 256, ...) in float16, or null.
     const std::uint8_t *pairs;
     int group, block;
     Format pair_format;
@@ -244,25 +244,25 @@ struct Linear {
     const std::uint8_t *supers;
     const std::uint8_t *added = nullptr;  // (tokens, out) in `float_format`: added to the result once that is rounded
 
-    // Floats of scratch: the inputs in float32, as digits, or as parts of bfloat16, and what belongs to a token.
+    // Floats of scratch: the inputs in float32, as digits, or as parts of bfloat16, and numbers of each token.
     std::size_t scratch() const { return std::size_t(tokens) * (2 * std::size_t(in) + 64); }
 };
 
 // Numbers of each token over the root of the mean of their squares, times weights, as modules of transformers round it.
 struct Norm {
-    enum Kind { narrow, one_more, wide };  // what is rounded before the weights come; weights + 1; nothing is
-    const std::uint8_t *weights;           // (width); null: there is no such norm
+    enum Kind { narrow, one_more, wide };  // rounds before the weights, multiplies by weights + 1, rounds nothing
+    const std::uint8_t *weights;           // (width) (null: there is no such norm)
     int width;
     float epsilon;
     Kind kind;
 };
 
-// A decoder layer, what it does before attention and after it, for few tokens. `tokens`, `inputs` and `result` of its
+// The parts of a decoder layer before and after attention, for few tokens. `tokens`, `inputs` and `result` of its
 // linear layers are given call by call.
 struct DecoderLayer {
     enum Activation { silu, gelu_tanh };
     Format float_format;
-    Norm first, second;  // of what goes into attention, and into the feed-forward layers
+    Norm first, second;  // of the inputs of attention, and of the feed-forward layers
     Norm of_queries, of_keys;
     Linear queries, keys, values, output, gate, up, down;
     Activation activation;
@@ -276,7 +276,7 @@ struct DecoderLayer {
         }
         return rows(tokens) + most;
     }
-    // Of these, what the layer keeps for itself: what a norm gives, what attention adds up to, gate, and up.
+    // Of these, the layer's own: the norm's output, the sum after attention, gate, and up.
     std::size_t rows(int tokens) const {
         return std::size_t(tokens) * 2 * (padded_to_lines(queries.in) + padded_to_lines(down.in));
     }
@@ -291,7 +291,7 @@ struct BeforeAttention {
 };
 struct AfterAttention {
     int tokens;
-    const std::uint8_t *hidden, *attended;  // what came before attention; (tokens, output.in)
+    const std::uint8_t *hidden, *attended;  // the input before attention, and (tokens, output.in)
     std::uint8_t *result;                   // (tokens, queries.in)
 };
 
@@ -343,7 +343,7 @@ struct Scratch {
     std::size_t total() const { return queries + unrounded + turned + partials + summed + logits + keys_rotated + probabilities + tables; }
 };
 
-// Floats of scratch that the scan of a step needs: queries, what is kept, and what `BestPages` says.
+// Floats of scratch that the scan of a step needs: queries, kept tokens, and scratch of `BestPages`.
 inline std::size_t scratch_size(const RecallStep &step, const Recall &store) {
     return padded(step.batch * step.heads * store.channels) + padded(step.batch * step.score_heads * step.slots) +
            pages_call(step, store).scratch();

@@ -1,6 +1,6 @@
 // A decode step of one layer: the new token of each row is written, its query reads the slots, and rows over budget
-// evict. Positions and state go to the memory that a step gives for them, which may be where they are. What a recall
-// store has is put into free slots first, which are free again afterwards.
+// evict. Positions and state go to the memory that a step gives for them, which may be where they are. Tokens
+// of a recall store are put into free slots first, which are free again afterwards.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -14,11 +14,11 @@
 
 namespace windlass {
 
-// What stays the same from one step to the next; the addresses are those of tensors that Python keeps alive.
+// Facts that stay the same from one step to the next. The addresses belong to tensors that Python keeps alive.
 class Decode {
   public:
-    // Of both calls all but what a step gives is set; `retain.ranking` says nothing where `is_retaining` is false, and
-    // there is no recall store where `recall` has no pieces.
+    // Both calls are complete except for the fields of a step. `retain.ranking` is unset where `is_retaining` is false,
+    // and there is no recall store where `recall` has no pieces.
     Decode(const Attend &call, const Retain &retain, bool is_retaining, Recall recall, const Kernels &kernels)
         : call(call),
           retain(retain),
@@ -39,14 +39,14 @@ class Decode {
         const Number *from;
         Number *to;
     };
-    // Slots of each row and head, and what stood there: negative where the slot is not to be freed.
+    // Slots of each row and head, and their old positions: negative where the slot is not to be freed.
     struct Released {
         const std::int64_t *slots;
         const std::int32_t *positions;
         std::int64_t count;
     };
 
-    // What is given for one step: `positions` (batch) are negative for padding; `mass` may be null.
+    // The arguments of one step. `positions` (batch) are negative for padding. `mass` may be null.
     struct Given {
         const std::uint8_t *queries;
         std::int64_t query_strides[2];  // of batch and heads, in numbers
@@ -60,7 +60,7 @@ class Decode {
         std::int64_t *evicted;  // null where nothing is to be evicted
         std::int32_t *evicted_positions;
         std::vector<Released> released;
-        const std::int64_t *starts;  // (batch): tokens of each row in the recall store; null where there is none
+        const std::int64_t *starts;  // (batch): tokens of each row in the recall store (null where there is none)
         bool is_recalling;           // whether any of them was evicted
         const std::int64_t *row_sinks;  // see `Retain`
     };
@@ -158,7 +158,7 @@ class Decode {
         return step;
     }
 
-    // Notes the new tokens, and lets attention read what is recalled, by positions in the memory of `rest`.
+    // Notes the new tokens, and lets attention read recalled tokens, by positions in the memory of `rest`.
     void recall(const Given &given, Attend &now, float *rest, float *scratch, int threads) {
         RecallStep step = recall_step(given);
         float *numbers = given.state[store.state].to;
@@ -175,7 +175,7 @@ class Decode {
         now.score_heads = call.kv_heads, now.slot_positions = step.read_positions;
     }
 
-    // What was recalled is no longer in its slot.
+    // Recalled tokens are no longer in their slots.
     void forget_mass(float *mass) const {
         const std::int64_t count = store.count * RECALL_PAGE;
         for (int row = 0; row < call.batch * call.kv_heads; ++row) {

@@ -43,7 +43,7 @@ from windlass.kernels.cpu.tensors import (
 )
 
 OBSERVED: Final = {"nothing": 0, "sum": 1, "last": 2, "fade": 3}
-Watch = _native.Watch  # a look at objects of Python that are to stay as they are
+Watch = _native.Watch  # watches Python objects for changes
 SCORES: Final = {"position": 0, "state": 1, "pooled": 2, "novelty": 3}
 
 
@@ -70,7 +70,7 @@ class Decode:
             (batch, slots.score_heads, 1),
             (batch, kv_heads, 1, held),
         )
-        recall = slots.recall  # of which the compiled module has addresses
+        recall = slots.recall  # the compiled module holds its addresses
         self._kept = None if recall is None else (recall.turn, recall.pieces[0].keys.states.means, recall.last_recalled)
         self.native = _native.Decode(
             (batch, heads, kv_heads, slots.score_heads, 1, held),
@@ -186,7 +186,7 @@ class FewTokens:
 
     def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
         scales = [None if each.scales is None else each.scales.contiguous() for each in layer.linears]
-        self._kept = scales  # whose memory the compiled module reads
+        self._kept = scales  # the compiled module reads their memory
         self.head_dim = layer.head_dim
         self.heads = [each.out_features // layer.head_dim for each in (layer.query, layer.key, layer.value)]
         linears = zip(layer.linears, scales, strict=True)

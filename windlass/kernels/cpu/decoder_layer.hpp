@@ -1,7 +1,7 @@
 // A decoder layer for few tokens, before attention and after it. Included by `linear.cpp`.
 //
-// One parallel region for each of the two: between two linear layers its threads meet at a barrier, and what they
-// read next is in the nearest cache. Every number is rounded where the modules of transformers round it.
+// One parallel region for each of the two: between two linear layers its threads meet at a barrier, and their
+// next input is in the nearest cache. Every number is rounded where the modules of transformers round it.
 
 inline float rounded(Format format, float x) {
     std::uint8_t bytes[4];

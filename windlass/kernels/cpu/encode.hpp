@@ -1,4 +1,4 @@
-// Numbers become codes of 8 or 4 bits, bit for bit those of `reference.encode`.
+// Encodes numbers in 8 or 4 bits, bit for bit as `reference.encode` does.
 // Included inside the namespace of one instruction set, after simd.hpp.
 
 // One row: `numbers`, which it divides by the scale that it returns, as float16.
@@ -19,7 +19,7 @@ inline std::uint16_t encode_row(float *numbers, int width, int bits, std::uint8_
         code = code < least ? least : code > -least - 1 ? -least - 1 : code;
         numbers[i] = code;
     }
-    // What is no number has code 0 of 8 bits, and the bits of 0 where they are 4.
+    // NaN has code 0 in 8 bits, and the bits of 0 in 4.
     if (bits == 8)
         for (int i = 0; i < width; ++i)
             codes[i] = std::uint8_t(numbers[i] == numbers[i] ? std::int32_t(numbers[i]) : 0);

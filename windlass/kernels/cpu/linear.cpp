@@ -2,8 +2,8 @@
 //
 // At few tokens its time is that of reading the weights. So they are read once: each vector of them is
 // multiplied with all tokens while it is at hand, and asked for before that. Each sum is made in one
-// order whatever the number of tokens and of threads, so the result of a token does not depend on what
-// else is in the pass.
+// order at any number of tokens and of threads, so the result of a token does not depend on the other
+// tokens of the pass.
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -30,7 +30,7 @@ constexpr int AHEAD = 4;  // lines of a row that are asked for before they are r
 // Sums stay in registers only where each of them has a name: all loops over them are unrolled.
 #define UNROLLED _Pragma("GCC unroll 16")
 
-// Calls `add(i)` for each full step of a row of `lines` lines, each of `steps` steps; rows lie one after the
+// Calls `add(i)` for each full step of a row of `lines` lines, each of `steps` steps. Rows lie one after the
 // other. At the end of these rows the first lines of the next ones are asked for. The next ones themselves come into
 // the cache below meanwhile, in the order in which they lie, if these rows are read for the first time (`is_first`).
 template <int ROWS_HERE, class Add>
@@ -159,7 +159,7 @@ class FloatLinear {
 #include "linear_int8.hpp"
 #include "linear_groups.hpp"
 
-// What one thread does of a linear layer. All threads of a parallel region call it, and have to meet after it.
+// One thread's part of a linear layer. All threads of a parallel region call it, and must meet after it.
 void linear_part(const Linear &call, float *scratch) {
     if (call.pairs) switch (call.float_format) {
             case Format::bfloat16:

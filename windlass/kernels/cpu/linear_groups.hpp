@@ -1,9 +1,9 @@
 // Linear layers of codes of 4 or 8 bits, `group` inputs of an output sharing a scale and perhaps a zero, in blocks of
 // `block` outputs whose codes of one input lie side by side, the last block filled up. Of 4 bits, byte j of an input has
-// the code of output j in its low nibble and that of output j + block / 2 in its high one: c is worth
+// the code of output j in its low nibble and that of output j + block / 2 in its high one: c stands for
 // (c - middle) * scale + zero. Of 8 bits a byte is a code with its sign. `pairs` has, group by group, scale and zero (or
-// the scale alone, of one column) of each output, in floats, or in bytes that are multiplied with those of `supers`,
-// one for SUPER inputs. Included by `linear.cpp`.
+// the scale alone, of one column) of each output, in floats, or in bytes that are multiplied with `supers`, one for
+// SUPER inputs. Included by `linear.cpp`.
 
 constexpr int SUPER = 256;
 
@@ -46,7 +46,7 @@ inline void read_pairs(Format format, int columns, const std::uint8_t *from, std
 
 inline int blocks_of(const Linear &call) { return (call.out + call.block - 1) / call.block; }
 
-// Those of a group, and of LANES outputs from `output` on.
+// Scales and zeros of a group, for LANES outputs from `output` on.
 inline void pairs_of(const Linear &call, int group, int output, Floats &scales, Floats &zeros) {
     const std::int64_t padded = std::int64_t(blocks_of(call)) * call.block;
     read_pairs(call.pair_format, call.columns, call.pairs, group * padded + output, scales, zeros);
@@ -60,7 +60,7 @@ inline void shift_zeros(const Linear &call, Floats scales, Floats &zeros) {
     if (call.middle != 8) zeros += scales * float(8 - call.middle);
 }
 
-// What both kernels below have in common: inputs and their sums by group, in float32, and the loop over blocks.
+// The common parts of both kernels below: inputs and their sums by group, in float32, and the loop over blocks.
 template <Format F>
 class Grouped {
     static constexpr int BYTES = F == Format::float32 ? 4 : 2;
@@ -88,7 +88,7 @@ class Grouped {
     }
     std::int64_t row_bytes() const { return call.format == Format::int4 ? call.block / 2 : call.block; }
     const std::uint8_t *codes(int block) const { return call.weights + block * row_bytes() * call.in; }
-    // Asks for the scales of a block and group, which lie far from those of the group before.
+    // Prefetches the scales of a block and group, which lie far from the previous group's.
     void prefetch_pairs(int block, int group) const {
         if (group >= groups) ++block, group -= groups;
         const std::int64_t blocks = blocks_of(call);
@@ -188,8 +188,8 @@ class GroupLinear {
 // Codes in pairs of bfloat16, in which they are exact, times inputs in as many parts of bfloat16 as make them exact.
 //
 // Of four inputs k, words of the rows of codes k and k + 2, and of k + 1 and k + 3, are interleaved: a lane then has
-// two inputs of the same outputs, and each of its nibbles those of one output. Lanes 0 to 7 of a sum are of the even
-// inputs and the others of the odd ones.
+// two inputs of the same outputs, and each of its nibbles two inputs of one output. Lanes 0 to 7 of a sum are of the
+// even inputs and the others of the odd ones.
 template <Format F>
 class NibblePairs {
     static constexpr int BLOCK = 64, PARTS = F == Format::bfloat16 ? 1 : F == Format::float16 ? 2 : 3;
@@ -335,7 +335,7 @@ inline void linear_groups(const Linear &call, float *scratch) {
     GroupLinear<F, Format::int4, 32>(call, scratch).run();
 }
 
-// What the codes of the outputs of one block are worth, in rows of `call.in` numbers.
+// Decodes the codes of one block's outputs, into rows of `call.in` numbers.
 template <Format CODES>
 inline void decode_block(const Linear &call, int block, std::uint8_t *to) {
     constexpr int MOST = 64, GROUP = 32;  // outputs of a block, inputs decoded at once

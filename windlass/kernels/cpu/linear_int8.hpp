@@ -3,8 +3,8 @@
 #if defined(__AVX512VNNI__)
 // A token's inputs are rounded to 22 bits below the largest of them, and cut into three signed digits:
 // x = (d0 * 65536 + d1 * 256 + d2) * 2^exponent. Products of digits and codes add up without rounding. The instruction
-// takes one factor without sign: 128 is added to the codes, and the sum of the digits tells what that adds to the
-// result.
+// takes one factor without sign: 128 is added to the codes, and the excess of the result is computed from the sum
+// of the digits.
 template <Format F>
 class DigitLinear {
     static constexpr int DIGITS = 3, BITS = 22;
@@ -108,7 +108,7 @@ class DigitLinear {
         for (; i < COUNT; ++i, ++v) to[i] = _mm512_reduce_add_epi32(*v);
     }
 
-    // LANES inputs of a token from `i` on; zeros behind the last one.
+    // LANES inputs of a token from `i` on, with zeros behind the last one.
     Floats inputs(int token, std::int64_t i) const {
         const std::uint8_t *from = call.inputs + (token * in + i) * 2;
         if (i + LANES <= in) return Row<F>::lanes(from, 0, 0);
@@ -118,7 +118,7 @@ class DigitLinear {
     }
 
     void cut(int token) {
-        Words most{};  // as whole numbers, floats without sign stand in their order, and what is no number last
+        Words most{};  // as whole numbers, floats without sign keep their order, with NaN last
         for (std::int64_t i = 0; i < in; i += LANES) {
             const Words size = (Words)inputs(token, i) & 0x7fffffffu;
             most = (Words)_mm512_max_epu32((__m512i)most, (__m512i)size);

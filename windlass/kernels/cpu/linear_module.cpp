@@ -1,4 +1,4 @@
-// Linear layers, and decoder layers made of them, as Python sees them; see `module.cpp`.
+// Linear layers, and decoder layers made of them, as Python sees them. See `module.cpp`.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -107,8 +107,8 @@ void after(const BoundLayer &bound, int tokens, Address hidden, Address attended
 // and notes in memory of its own how it is undone: which slots it wrote and evicted, and state that it observed.
 class DecoderSteps {
   public:
-    // `held`: tokens of any row at most; `budget`: the most of them at rest, negative for any number. Of a layer that
-    // recalls, `recall_positions` (batch, `recall_tokens`) are those of the store's tokens.
+    // `held`: the most tokens of a row. `budget`: the most of them between steps, negative without a limit. In a layer
+    // that recalls, `recall_positions` (batch, `recall_tokens`) are the positions of the store's tokens.
     struct Layer {
         const BoundLayer *bound;
         Decode *decode;
@@ -124,7 +124,7 @@ class DecoderSteps {
     struct Sizes {
         int batch, heads, kv_heads, head_dim, width, number_bytes;  // width: numbers of `hidden`
     };
-    // Memory of a step, for all layers one after the other; null where it is not wanted.
+    // Memory of a step, for all layers one after the other (null where it is not wanted).
     struct Undo {
         std::int64_t *written, *evicted;
         std::int32_t *evicted_positions;
@@ -219,7 +219,7 @@ class DecoderSteps {
     Sizes sizes;
     std::vector<Layer> layers;
     std::vector<std::pair<std::int64_t, bool>> before;  // `held` and `has_evicted` of each layer before the latest step
-    std::vector<std::uint8_t> own;                      // queries, what they read, keys, values, and two of `hidden`
+    std::vector<std::uint8_t> own;                      // queries, their results, keys, values, and two of `hidden`
 
     std::size_t bytes(int heads) const { return std::size_t(sizes.batch) * heads * sizes.head_dim * sizes.number_bytes; }
     std::size_t hidden_bytes() const { return std::size_t(sizes.batch) * sizes.width * sizes.number_bytes; }

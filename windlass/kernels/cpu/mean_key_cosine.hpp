@@ -43,9 +43,9 @@ class MeanKeyCosineKernel {
     }
     float *out_of(int index) const { return call.out + std::size_t(index) * call.slots; }
 
-    // Calls `use` with the first slot and the number of each LANES slots of a piece, and with what gives
-    // LANES channels of one of them, from some channel on: straight from memory where none of the slots is
-    // free or held at full precision, else out of a buffer, in which those of a free slot are zeros.
+    // Calls `use` with the first slot and the number of each LANES slots of a piece, and with a function that
+    // reads LANES channels of one of them, from some channel on: straight from memory where none of the slots
+    // is free or held at full precision, else out of a buffer, in which a free slot has zeros.
     template <class Use>
     void read_piece(int index, int split, Use use) const {
         const int row = index / call.kv_heads, head = index % call.kv_heads;
@@ -79,7 +79,7 @@ class MeanKeyCosineKernel {
         }
     }
 
-    // The sum of a piece's directions; `out` gets what its keys are to be multiplied with to be one long.
+    // The sum of a piece's directions. `out` gets the inverse lengths of its keys.
     void sum_piece(int index, int split) const {
         float *sum = sum_of_piece(index, split), *out = out_of(index);
         for (int i = 0; i < width; ++i) sum[i] = 0;

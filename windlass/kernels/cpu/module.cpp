@@ -1,6 +1,6 @@
-// The kernels as Python sees them. Tensors come as addresses: their types and shapes are those of
-// `call.hpp`, which `__init__.py`, the only caller, sees to, and reading an address is much cheaper
-// than an exchange of array objects, of which a decode step would need hundreds.
+// The kernels as Python sees them. Tensors come as addresses: `__init__.py`, the only caller, makes
+// sure that they have the types and shapes of `call.hpp`. Reading an address is much cheaper than an
+// exchange of array objects, of which a decode step would need hundreds.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -141,7 +141,7 @@ void read_tokens(std::tuple<std::int64_t, std::int64_t, std::int64_t, bool> size
     kernels_of(instruction_set).read_tokens(call, threads);
 }
 
-// What a call of `attend` and a decode step have in common.
+// The common fields of a call of `attend` and a decode step.
 Attend attend_call(std::tuple<int, int, int, int, int, int> sizes, int format, int float_format, PackedArguments keys,
                    PackedArguments values, Address slot_positions, std::tuple<Address, Address, int, bool> tables,
                    float scale, float softcap, std::tuple<int, int, int, int> visibility) {

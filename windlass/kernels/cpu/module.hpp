@@ -1,4 +1,4 @@
-// What the files of the module share.
+// Declarations that the files of the module share.
 #pragma once
 #include <nanobind/nanobind.h>
 

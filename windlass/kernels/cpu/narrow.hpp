@@ -17,7 +17,7 @@ inline V once(V v) {
     return v;
 }
 
-// What is read soon: the heads of a block are too short for the CPU to see it coming.
+// Memory that is read soon. The heads of a block are too short for the CPU's own prefetching.
 struct Ahead {
     const std::uint8_t *rows;
     std::size_t row_bytes;
@@ -28,8 +28,8 @@ struct Ahead {
         for (; row < end; row += 64) __builtin_prefetch(row, 0, 2);  // as far as the second cache
     }
 };
-// What is read after these keys: the values of their slots, and keys. Memory is asked for all the time, and of keys as
-// many while keys are read as while values are.
+// Memory that is read after these keys: the values of their slots, and keys. It is prefetched all the time: keys as
+// many while keys are read as while values are read.
 struct Next {
     Ahead values, keys;
 
@@ -50,8 +50,8 @@ struct Parted {
         odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
     }
 };
-// One row of the tables as `TurnedKeys` reads it, 2 * pairs floats: of each 32 pairs their cos, then their sin, those of
-// bfloat16 keys parted.
+// One row of the tables as `TurnedKeys` reads it, 2 * pairs floats: for each 32 pairs their cos, then their sin. For
+// bfloat16 keys even and odd channels are parted.
 template <Format F>
 inline void lay_row(std::int64_t position, int pairs, const float *cos, const float *sin, float *out) {
     for (int i = 0; i < pairs; i += 32)
@@ -64,7 +64,7 @@ inline void lay_row(std::int64_t position, int pairs, const float *cos, const fl
             out += 32;
         }
 }
-// Of 32 channels those of rotated keys stand so: first the even ones. The queries' do, too.
+// Of 32 channels of a rotated key the even ones stand first. The query is put into the same order.
 inline void part_query(float *numbers, int rotated) {
     for (int i = 0; i < rotated; i += 32) {
         const Parted parted(numbers + i);
@@ -85,7 +85,7 @@ inline void turn_back(const float *query, const float *row, int pairs, int width
     for (int i = 2 * pairs; i < width; i += 16) store_half(out + i, load<Floats>(query + i));
 }
 
-// Keys in rows of bfloat16, that are multiplied as they are. WIDTH: theirs, rows lying one after the other; 0: any.
+// Keys in rows of bfloat16, multiplied as they are. WIDTH: their width, with rows one after the other (0: any).
 template <int WIDTH>
 struct RowKeys {
     const std::uint8_t *rows;
@@ -111,7 +111,7 @@ struct RowKeys {
 
 // Keys of which the first 2 * pairs channels are rotated by tables that are laid out for them. Of 32 bfloat16 in a vector
 // the even ones are float32 once they are shifted, and the odd ones once the even ones are cleared.
-// WIDTH: that of keys whose rows lie one after the other and of which all channels are rotated; 0: any, of bfloat16.
+// WIDTH: the width of keys whose rows lie one after the other, with all channels rotated (0: any, of bfloat16).
 template <Format F, int WIDTH>
 struct TurnedKeys {
     const std::uint8_t *rows;
@@ -206,7 +206,7 @@ template <int QUERIES, int KEYS, class Of>
     }
 }
 
-// Products of QUERIES queries, `stride` apart, with `count` keys, a multiple of 16; those of query q at out + q * BLOCK.
+// Products of QUERIES queries, `stride` apart, with `count` keys, a multiple of 16. Query q's are at out + q * BLOCK.
 template <int QUERIES, class Keys>
 void multiply_narrow(const std::uint16_t *queries, std::size_t stride, Keys keys, int count, Next next, float *out) {
     constexpr int KEYS = 16 / QUERIES;
@@ -260,7 +260,7 @@ void with_row_keys(const std::uint8_t *rows, std::size_t row_bytes, int width, s
     use(RowKeys<0>{rows, row_bytes, width});
 }
 
-// The first `count` keys, rotated, in rows of bfloat16; what follows up to 16 is zeros.
+// The first `count` keys, rotated, in rows of bfloat16, followed by zeros up to 16.
 template <class Keys>
 void lay_rows(const Keys &keys, int count, std::uint16_t *rows) {
     for (int j = 0; j < count; ++j)
@@ -268,7 +268,7 @@ void lay_rows(const Keys &keys, int count, std::uint16_t *rows) {
     for (int i = count * keys.width(); i < 16 * keys.width(); i += 32) _mm512_storeu_si512(rows + i, __m512i{});
 }
 
-// 32 numbers of a slot, from channel i on, as bfloat16; codes of low bits are exact.
+// 32 numbers of a slot, from channel i on, as bfloat16, in which codes of low bits are exact.
 template <Format F>
 inline __m512i numbers_of(const std::uint8_t *row, int i, int channels) {
     if constexpr (F == Format::bfloat16) {
@@ -286,7 +286,7 @@ inline __m512i numbers_of(const std::uint8_t *row, int i, int channels) {
     }
 }
 
-// The values of a block as they lie in memory; meant are the channels from `first` on.
+// The values of a block as they lie in memory, from channel `first` on.
 struct NarrowValues {
     const std::uint8_t *rows;
     std::size_t row_bytes;
@@ -294,7 +294,7 @@ struct NarrowValues {
     const bool *is_seen;
 };
 
-// As `add_values`, two slots at a time; weights are bfloat16 pairs.
+// As `add_values`, two slots at a time. Weights are bfloat16 pairs.
 template <Format F, int QUERIES, int VECTORS>
 void add_narrow(const float *weights, NarrowValues values, int at, Ahead ahead, float *sum, std::size_t sum_stride) {
     Floats low[QUERIES][VECTORS], high[QUERIES][VECTORS];
@@ -323,7 +323,7 @@ void add_narrow(const float *weights, NarrowValues values, int at, Ahead ahead, 
         const float *weight = weights + j / 2;
         int left = values.count - j < LANES ? values.count - j : LANES;
         for (; left >= 2; left -= 2, row += 2 * values.row_bytes, ++weight) add(row, row + values.row_bytes, weight);
-        if (left) add(row, row, weight);  // the weight of what comes after it is 0
+        if (left) add(row, row, weight);  // the slot after it has weight 0
     }
     for (int q = 0; q < QUERIES; ++q)
         for (int v = 0; v < VECTORS; ++v)
@@ -332,14 +332,14 @@ void add_narrow(const float *weights, NarrowValues values, int at, Ahead ahead, 
 template <Format F, int QUERIES>
 void add_narrow(const float *weights, const NarrowValues &values, int channels, Ahead ahead, float *sum,
                 std::size_t sum_stride) {
-    constexpr int VECTORS = QUERIES == 1 ? 4 : 2;  // what the registers hold
+    constexpr int VECTORS = QUERIES == 1 ? 4 : 2;  // as many as the registers hold
     int i = 0;
     for (; i + 32 * VECTORS <= channels; i += 32 * VECTORS, ahead.row_bytes = 0)
         add_narrow<F, QUERIES, VECTORS>(weights, values, i, ahead, sum, sum_stride);
     for (; i < channels; i += 32, ahead.row_bytes = 0)
         add_narrow<F, QUERIES, 1>(weights, values, i, ahead, sum, sum_stride);
 }
-// Overwrites the weights. What is `ahead` is asked for once.
+// Overwrites the weights. Memory `ahead` is prefetched once.
 template <Format F>
 void add_all_narrow(float *weights, int queries, const NarrowValues &values, int channels, Ahead ahead, float *sum,
                     std::size_t sum_stride) {

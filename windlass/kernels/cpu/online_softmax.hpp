@@ -7,7 +7,7 @@ Floats capped(Floats x, float cap) {
     return scaled > 0.0f ? t : -t;
 }
 
-// What a block adds to the logits of its queries, of which each has BLOCK; null where there is none.
+// Summands to the logits of a block's queries, BLOCK for each query (null where there are none).
 struct Logits {
     float *near;
     const float *far, *counts;
@@ -33,9 +33,9 @@ inline float finish_logits(const Attend &call, const BlockMask &mask, int token,
     return top_of(top);
 }
 
-// The running softmax of a few queries, so that what is slow in one of them hides behind the others: logits become
-// weights, relative to the running maximum in state[0]; state[1] is the running sum, and from MAX_LANES on stand the
-// running weighted values.
+// The running softmax of a few queries, so that the latency of one hides behind the others. Logits become weights,
+// relative to the running maximum in state[0]. state[1] is the running sum, and from MAX_LANES on stand the running
+// weighted values.
 template <int QUERIES>
 inline void advance_softmax(const float *highest, float *logits, float *states, std::size_t state_width, std::size_t width) {
     for (int q = 0; q < QUERIES; ++q) {

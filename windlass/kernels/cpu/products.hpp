@@ -1,7 +1,7 @@
 // Products of queries and keys, and sums of weighted values.
 // Included inside the namespace of one instruction set, after simd.hpp.
 
-// Products of QUERIES queries with LANES keys; the result of query q stands at out + q * BLOCK.
+// Products of QUERIES queries with LANES keys. The result of query q is at out + q * BLOCK.
 template <int QUERIES>
 void multiply(const float *queries, const float *keys, int width, float *out) {
     constexpr int KEYS = LANES / QUERIES;
@@ -46,7 +46,7 @@ struct Run<Format::int4> {
     }
 };
 
-// Adds to each query's sum the values of a block, weighted; `sum` is where the sum of channel `first` stands.
+// Adds to each query's sum the values of a block, weighted. `sum` points to the sum of channel `first`.
 template <Format F, int QUERIES, int VECTORS>
 void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int channels,
                 int count, const bool *is_seen, int first, float *sum, std::size_t sum_stride) {
@@ -68,13 +68,13 @@ void add_values(const float *weights, const std::uint8_t *values, std::size_t ro
     for (int q = 0; q < QUERIES; ++q)
         for (int v = 0; v < VECTORS; ++v) store(sum + q * sum_stride + v * LANES, sums_of[q][v]);
 }
-// Those of the channels from `from` on.
+// The sums of the channels from `from` on.
 template <Format F, int QUERIES>
 void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int from,
                 int channels, int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
-    constexpr int MAX_VECTORS = LANES == 16 ? 4 : 2;  // what the registers hold
+    constexpr int MAX_VECTORS = LANES == 16 ? 4 : 2;  // as many as the registers hold
     int i = from;
-    // The two halves of a row of int4 lie in one another; no vector is astride both.
+    // The two halves of a row of int4 are interleaved, and no vector spans both.
     for (const int edge : {F == Format::int4 ? channels / 2 : channels, channels}) {
         for (; i + MAX_VECTORS * LANES <= edge; i += MAX_VECTORS * LANES)
             add_values<F, QUERIES, MAX_VECTORS>(weights, values, row_bytes, channels, count, is_seen, i,

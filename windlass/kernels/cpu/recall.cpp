@@ -2,7 +2,7 @@
 //
 // Keys lie in tiles of 16 tokens, four bytes of one token beside the same four of the next: a vector holds one word of
 // 16 tokens, and the products of a query with 16 keys need no sum across lanes. Queries of codes are whole numbers of 8
-// bits times a scale. Where there are instructions for it, codes are multiplied as they are; elsewhere in float32.
+// bits times a scale. Where there are instructions for it, codes are multiplied as they are, elsewhere in float32.
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -32,7 +32,7 @@ constexpr int BLOCK_TILES = 32;      // of a piece of work
 constexpr float WORTH_STEPS = 256;   // of `core.recall`
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
-// Channels that a word holds, and where they stand among those of a key.
+// Channels that a word holds, and their places in a key.
 template <Format F>
 struct Word;
 template <>
@@ -74,7 +74,7 @@ struct Word<Format::int4> {
     static Floats level(Words w, int i) { return Row<Format::int4>::levels((Ints)(w >> (4 * i))); }
 };
 
-// Of a query what is multiplied with channel number `i` of a word; 0 where a row ends before its last word does.
+// The query's factor for channel number `i` of a word, 0 where a row ends before its last word does.
 template <Format F>
 float of_word(const float *query, int word, int i, int channels) {
     const int channel = Word<F>::channel(word, i, channels);
@@ -84,7 +84,7 @@ float of_word(const float *query, int word, int i, int channels) {
 typedef Floats Products[TILES][QUERIES][PARTS];
 typedef const std::uint32_t *Keys[TILES];
 
-// What the queries of codes are multiples of.
+// The step of which a query's numbers are multiples.
 inline float step_of(const float *query, int channels) {
     float most = 0;
     for (int c = 0; c < channels; ++c) most = std::max(most, std::fabs(query[c]));
@@ -253,10 +253,10 @@ class CodeSums {
 // Keys count without their mean: it adds the same to all products of a query, and only differences of these matter.
 //
 // A page's worth to a query is the logarithm of the largest share that one of its tokens has in the softmax over pages,
-// each of which counts by its largest product; above a half it is the logarithm of half its odds, which float32 tells apart
-// where shares are all but 1. To a kv head it is the most that a page is worth to one of its queries. Where there are
-// digests, pages are first ranked by these, and only the best of them looked at. Worths are compared in steps, so that
-// rounding decides nothing between the pages of a token that is repeated.
+// each of which counts by its largest product. Above a half it is the logarithm of half its odds, which float32 tells
+// apart where shares are all but 1. A page's worth to a kv head is its largest worth to one of the head's queries.
+// Where there are digests, pages are first ranked by these, and only the best of them are scored token by token.
+// Worths are compared in steps, so that rounding decides nothing between the pages of a token that is repeated.
 template <class S>
 class Best {
   public:
@@ -305,14 +305,14 @@ class Best {
     const BestPages &call;
     const int rows, padded;
     const std::int64_t slots, pages;
-    float *const peaks;  // (rows, queries_per_head, pages), each query's in its own unit; of digests where there are any
+    float *const peaks;  // (rows, queries_per_head, pages), each query's in its own unit. From digests if there are any
     float *const few;    // (rows, queries_per_head, candidate pages)
     std::uint8_t *const allowed;           // (batch, score_heads, slots): whether a token may be read
     std::uint8_t *const allowed_of_pages;  // (batch, score_heads, pages): how many of a page
     std::uint8_t *const is_text;           // (batch, slots): whether a token is part of the text
     std::uint8_t *const text_of_pages;     // (batch, pages): how many of a page
     std::vector<S> sums, above, below;  // of each row: of its queries, and of their positive and negative numbers alone
-    std::vector<std::vector<float>> units;  // what the sums of a row's queries are to be multiplied by
+    std::vector<std::vector<float>> units;  // factors for the sums of a row's queries
 
     std::vector<Block> blocks_of() const {
         std::vector<Block> blocks;
@@ -383,7 +383,7 @@ class Best {
         for (int t = 0; t < TILES; ++t) next[t] = tiles[t].keys + 2 * TILES * TILE * call.words;
     }
 
-    // The products of some queries with tiles, without those that may not be read; `next` will be.
+    // The products of some queries with tiles, without unreadable ones. `next` is prefetched.
     static void multiply(const S &queries, const Tile (&tiles)[TILES], const Keys &next, int first, Products &products) {
         Keys keys;
         for (int t = 0; t < TILES; ++t) keys[t] = tiles[t].keys;
@@ -438,7 +438,7 @@ class Best {
         of_tiles(row, tiles, next, peaks + std::int64_t(row) * call.queries_per_head * pages + slot / PAGE, pages);
     }
 
-    // The peaks of the tiles' pages, those of a query `stride` behind those of the one before it.
+    // The peaks of the tiles' pages. A query's are `stride` behind the previous query's.
     void of_tiles(int row, const Tile (&tiles)[TILES], const Keys &next, float *out, std::int64_t stride) const {
         bool is_any = false;
         for (const Tile &tile : tiles)
@@ -499,7 +499,7 @@ class Best {
         return top;
     }
 
-    // What `count` pages are worth, of which `of_all` has a row for each query.
+    // The worth of `count` pages. `of_all` has a row of their peaks for each query.
     std::vector<float> worth(int row, const float *of_all, std::int64_t count) const {
         std::vector<float> found(count, NOTHING);
         for (int q = 0; q < call.queries_per_head; ++q) {
@@ -525,7 +525,7 @@ class Best {
         return found;
     }
 
-    // The `count` largest numbers by their index, the best first; of equal ones the earlier.
+    // The `count` largest numbers by their index, the best first. Of equal ones the earlier wins.
     static std::vector<std::int64_t> best(const std::vector<float> &numbers, int count) {
         const auto before = [&](std::int64_t a, std::int64_t b) {
             return numbers[a] > numbers[b] || (numbers[a] == numbers[b] && a < b);
@@ -544,8 +544,8 @@ class Best {
         return order;
     }
 
-    // The indices of the `count` largest numbers, most of which are not positive, in their own order; of equal ones the
-    // earlier. Numbers are counted by intervals, and only those of the last interval that has any of them are sorted.
+    // The indices of the `count` largest numbers, most of which are not positive, in their own order. Of equal
+    // ones the earlier wins. Numbers are counted by intervals, and only the last interval with any of them is sorted.
     static std::vector<std::int64_t> first_of(const std::vector<float> &numbers, std::int64_t count) {
         constexpr int INTERVALS = 4096, WIDEST = 64;  // of equal width from 0, with all above, to -WIDEST, with all below
         std::vector<std::uint16_t> intervals(numbers.size());
@@ -605,7 +605,7 @@ class Best {
         return tile_of(*piece, std::int64_t(row) * piece->tiles + tile, call.words, is_read);
     }
 
-    // Page `page` is read; -1: none is left that has anything to read.
+    // Page `page` is read (-1: no page is left with tokens to read).
     void put(int row, int number, std::int64_t page) {
         const std::int64_t to = std::int64_t(row) * call.count + number;
         call.best[to] = std::max<std::int64_t>(page, 0);
@@ -626,7 +626,7 @@ class Best {
                 numbers = padded;
             }
             const Floats x = (load<Floats>(numbers) - top) * unit;
-            sums = sums + exponential(larger(x, all(-80.0f)));  // of what is far below the top nothing counts
+            sums = sums + exponential(larger(x, all(-80.0f)));  // numbers far below the top count nothing
         }
         float sum = 0;
         for (int i = 0; i < LANES; ++i) sum += sums[i];

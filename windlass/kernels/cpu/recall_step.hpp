@@ -1,4 +1,4 @@
-// What a decode step does with a recall store: it writes the new token of each row, and puts the tokens of the best pages
+// The recall store's part of a decode step: it writes the new token of each row, and puts the tokens of the best pages
 // into free slots. Included by `recall.cpp`.
 
 // The piece that has token number `index`, which becomes its number in there.

@@ -82,7 +82,7 @@ class Row {
         }
     }
 
-    // The slot that `ranking.total_order` puts first, of those that hold a token: by score, position, slot.
+    // The first slot by `ranking.total_order` that holds a token: by score, position, slot.
     int lowest() const {
         const std::int32_t window = clamped(end() - call.window);
         const std::int32_t sinks = call.row_sinks ? clamped(call.row_sinks[row]) : call.sinks;

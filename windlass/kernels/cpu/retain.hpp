@@ -1,4 +1,4 @@
-// What a decode step does once its queries have attended: masses are observed, and rows over budget evict.
+// The end of a decode step, after attention: masses are observed, and rows over budget evict.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -29,9 +29,9 @@ struct Retain {
     const std::int64_t *query_positions;  // (batch), negative for padding
     const std::int64_t *next_positions;   // (batch)
     const std::int64_t *row_sinks;        // (batch), or null: all rows have `sinks`
-    const float *mass;                    // (batch, kv_heads, slots); null where nothing is observed
-    const float *cosines;                 // likewise, of `novelty`; else null
-    float *state;                         // (batch, score_heads, slots); null where nothing is kept
+    const float *mass;                    // (batch, kv_heads, slots), null where nothing is observed
+    const float *cosines;                 // (batch, kv_heads, slots), for `novelty` (else null)
+    float *state;                         // (batch, score_heads, slots), null where nothing is kept
     std::int32_t *positions;              // (batch, score_heads, slots), in which evicted tokens are marked
     std::int64_t *evicted;                // (batch, score_heads)
     std::int32_t *evicted_positions;      // (batch, score_heads), -1 where nothing was evicted

@@ -1,7 +1,7 @@
 // One slot's key or value as float32, rotated to its position.
 // Included inside the namespace of one instruction set, after simd.hpp.
 
-// The numbers of one slot, from channel i on; of all that are held, but for a slot of the ring.
+// The numbers of one slot, from channel i on, for any slot outside of the ring.
 template <Format F>
 struct Slot {
     const std::uint8_t *row;

@@ -155,7 +155,7 @@ struct Row<Format::int4> {
         }
         return i < half ? levels(wide_bytes(row + i)) : levels(wide_bytes(row + i - half) >> 4);
     }
-    // What the lowest four bits of each lane stand for.
+    // Decodes the lowest four bits of each lane.
     static Floats levels(Ints codes) {
 #if defined(__AVX512F__)
         const Floats level = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
@@ -259,7 +259,7 @@ inline float sum_of(Floats v) {
         return sum_of<STEP / 2>(v);
 }
 
-// e to the x for x <= 0, within 2 units of the last place; 0 below -87.
+// e to the x for x <= 0, within 2 units of the last place, and 0 below -87.
 inline Floats exponential(Floats x) {
     const Floats low = all(-87.0f), y = larger(x, low);
 #if defined(__AVX512F__)
@@ -296,7 +296,7 @@ inline void fold(Floats *v) {
         v[i] = halves<STEP, 0>(v[i], v[i + STEP], std::make_index_sequence<LANES>{}) +
                halves<STEP, 1>(v[i], v[i + STEP], std::make_index_sequence<LANES>{});
 }
-// Lane i of the result is the sum of the lanes of v[i]; overwrites v.
+// Lane i of the result is the sum of the lanes of v[i]. Overwrites v.
 inline Floats sums(Floats (&v)[LANES]) {
     if constexpr (LANES == 16) fold<8>(v);
     if constexpr (LANES >= 8) fold<4>(v);
@@ -306,7 +306,7 @@ inline Floats sums(Floats (&v)[LANES]) {
 }
 
 #if defined(__AVX512BF16__)
-// 32 bfloat16: those of `a`, then those of `b`.
+// Stores 32 bfloat16: `a`, then `b`.
 inline void store_narrow(void *to, Floats a, Floats b) {
     __m512bh both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
     __builtin_memcpy(to, &both, 64);

@@ -12,7 +12,7 @@ namespace windlass {
 
 constexpr std::int64_t PARALLEL = 32768;  // slots below which waking threads costs more than they save
 
-// For each of `rows` rows of `positions`: its first `count` EMPTY slots, then whatever comes first.
+// For each of `rows` rows of `positions`: its first `count` EMPTY slots, then the first other slots.
 inline void first_free(const std::int32_t *positions, std::int64_t rows, std::int64_t slots,
                        std::int64_t count, std::int64_t *out) {
     constexpr std::int32_t EMPTY = -1;
@@ -35,7 +35,7 @@ struct Eviction {
     const std::int64_t *row_sinks;               // (batch), or null: all rows have `sinks`
 };
 
-// What `ranking.total_order` gives for one slot.
+// One slot's key in `ranking.total_order`.
 inline std::int64_t rank_of(const Eviction &call, float score, std::int64_t position, std::int64_t end,
                             std::int64_t sinks) {
     constexpr float least = std::numeric_limits<float>::lowest(), most = std::numeric_limits<float>::max();
@@ -123,7 +123,7 @@ struct Write {
     const std::int64_t *index;  // (batch, score_heads, tokens)
 };
 
-// Copies each new token's bytes into its slot; no other slot is touched.
+// Copies each new token's bytes into its slot. Other slots are not touched.
 inline void write(const Write &call, const std::uint8_t *source, std::uint8_t *target) {
     for (std::int64_t row = 0; row < call.batch; ++row)
         for (std::int64_t head = 0; head < call.kv_heads; ++head) {

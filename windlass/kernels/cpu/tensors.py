@@ -98,7 +98,7 @@ class SteadyTables:
     """Tells which tables are steady, and looks at each once. A table is never written to once it is built."""
 
     def __init__(self) -> None:
-        self._known = WeakIdKeyDictionary()  # of cos: a reference to sin, and what was found
+        self._known = WeakIdKeyDictionary()  # keys are cos, values a reference to sin and the result
 
     def __call__(self, tables: tuple[RotaryTable, RotaryTable], look: Look) -> bool:
         """Return True if the first rows of `tables` may rotate a few keys at consecutive positions."""

@@ -1,5 +1,5 @@
-// Whether objects of Python are what they were: modules, their hooks and their weights, looked at once a token. In Python
-// the look at all layers of a model takes longer than some of them do.
+// Compares objects of Python with their earlier state once a token: modules, their hooks and their weights. In Python
+// this comparison of all layers takes longer than some layers do.
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
@@ -14,7 +14,7 @@ namespace {
 
 class Watch {
   public:
-    // The dictionary has this object, or one equal to it, at the key; a null object: it has nothing there.
+    // The dictionary has this object, or one equal to it, at the key. A null object means that the key is missing.
     void item(nb::dict dict, nb::object key, nb::object value) { items.push_back({dict, key, value}); }
     void no_item(nb::dict dict, nb::object key) { items.push_back({dict, key, {}}); }
     // The dictionary that another one has at the key is empty.

@@ -82,7 +82,7 @@ def mass_kernel(
             keys, logit_args, index, i_batch, i_head, o_slots, m_held, slots, WIDTH, PAIRS, HALF, REST, BITS, NUMBER
         )
 
-    # A row is a column of queries and one of its heads; heads are filled up to a power of two.
+    # A row is a column of queries and one of its heads. Heads are padded to a power of two.
     o_rows = tl.arange(0, COLUMNS * PADDED)
     o_columns = tl.arange(0, COLUMNS)
     m_heads = o_rows % PADDED < GROUP
@@ -205,7 +205,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         "HALF": _padded(pairs),
         "REST": _padded(keys.channels - 2 * pairs),
         "BITS": keys.bits,
-        # The interpreter knows no bfloat16: it multiplies the bits as whole numbers, and cuts what it should round.
+        # The interpreter knows no bfloat16: it multiplies the bits as whole numbers, and truncates instead of rounding.
         "NUMBER": tl.float32 if triton.knobs.runtime.interpret else FLOATS[queries.dtype],
     }
 
@@ -216,7 +216,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     lse = logits_buf = partials = partial_softmax = None
     if observed is not None:
         lse = scratch(batch, heads, tokens)
-        # Whichever moves fewer bytes: each logit out and in again, or the keys once more.
+        # The choice moves fewer bytes: each logit out and in again, or the keys once more.
         if 2 * 4 * rows <= keys.data.shape[-1] * keys.data.itemsize:
             logits_buf = scratch(batch, kv_heads, rows, slots)
     if splits > 1:
@@ -335,7 +335,7 @@ def attend_kernel(
         m_slots = o_slots < last
         positions = tl.load(at_head(logit_args.slots, i_batch, i_head) + o_slots, mask=m_slots, other=-1).to(tl.int32)
         m_seen = seen_by_any(q_positions, positions, logit_args) & m_slots
-        # A branch keeps the next block from being fetched ahead; few queries are better off with masks alone.
+        # A branch prevents prefetching of the next block. For few queries masks alone are faster.
         is_read = True
         if SKIPS:
             is_read = tl.max(m_seen.to(tl.int32), 0) > 0

@@ -27,11 +27,11 @@ from windlass.core.parse import PAGE
 from windlass.kernels.reference import best_of, grouped_queries, products_of, recallable
 from windlass.kernels.triton.tiles import product
 
-ELEMENTS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as which rows are moved
+ELEMENTS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # dtypes as which rows are moved
 MOVED: Final = 2048  # elements of rows that a program moves, a power of two
-MOST_MOVED: Final = 64  # and rows
+MOST_MOVED: Final = 64  # rows that a program moves
 MULTIPLIED: Final = 2048  # numbers of digests that a program multiplies, a power of two
-ROWS: Final = 16  # queries that it multiplies them with: as few as a tensor core takes, for these are float32
+ROWS: Final = 16  # queries per program: the least for a tensor core, as these are float32
 TILE_TOKENS = tl.constexpr(TILE)
 
 
@@ -42,7 +42,7 @@ def best_pages(call: PageInput) -> BestPages:
     if call.digests:
         is_page = is_recallable.unflatten(-1, (-1, PAGE)).any(-1)
         most = _allowed(queries, call, pages).masked_fill(~is_page[:, :, None, None], -torch.inf)
-        listed = best_of(most, call.is_query, call.candidates).sort(-1).values  # of equal ones the earlier is better
+        listed = best_of(most, call.is_query, call.candidates).sort(-1).values  # among equal ones the earlier is better
     else:
         listed = torch.arange(pages, device=queries.device).expand(*queries.shape[:2], -1)
     index = tokens_of(listed)

@@ -212,7 +212,7 @@ def _evict(
     b_keys, b_positions = _total_order(row, o_block)
 
     low, high = -tl.full((), ABOVE_ALL, tl.int64), tl.full((), ABOVE_ALL, tl.int64)
-    found = tl.zeros((), tl.int32) + slots  # keys up to `high`; up to `low` they are fewer than `count`
+    found = tl.zeros((), tl.int32) + slots  # number of keys up to `high`. Fewer than `count` keys are up to `low`
     while (found != count) & (low + 1 < high):
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         b_below = (b_keys <= middle).to(tl.int32)
@@ -230,7 +230,7 @@ def _evict(
         for first in range(BLOCK, slots, BLOCK):
             b_more, _ = _total_order(row, first + o_block)
             b_lower += (b_more < high).to(tl.int32)
-    wanted = count - tl.sum(b_lower, 0)  # of those that have the key `high`
+    wanted = count - tl.sum(b_lower, 0)  # number of slots to take with the key `high`
     equal, taken = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     for first in range(0, slots, BLOCK):
         if not IS_WHOLE:
@@ -241,7 +241,7 @@ def _evict(
         b_places = i_row * count + taken + tl.cumsum(b_taken, 0) - 1
         tl.store(p_index + b_places, (first + o_block).to(tl.int64), mask=m_taken)
         tl.store(p_before + b_places, b_positions, mask=m_taken)
-        tl.debug_barrier()  # a thread may have read what another one overwrites
+        tl.debug_barrier()  # another thread may still read a position that is overwritten next
         tl.store(p_positions + first + o_block, RESERVED_SLOT, mask=m_taken & (b_positions >= 0))
         equal += tl.sum(b_equal, 0)
         taken += tl.sum(b_taken, 0)

@@ -227,7 +227,7 @@ def compute_logits(
         logits = product(q[4], tl.trans(k[4]), logits)
     logits = logits * logit_args.scale
     if logit_args.softcap is not None:
-        # tanh, of which there is none that runs everywhere.
+        # tanh, because no built-in one runs everywhere.
         logits = logit_args.softcap - 2 * logit_args.softcap / (tl.exp(logits * (2 / logit_args.softcap)) + 1)
     if logit_args.log_counts is not None:
         counts = tl.load(at_head(logit_args.log_counts, i_batch, i_head) + o_slots, mask=m_slots, other=0)
@@ -364,7 +364,7 @@ def pack_logit_args(call: AttentionInput) -> LogitArgs:
     )
 
 
-DEFAULT_MULTIPROCESSORS = 132  # of an H200, and of a device that can't be asked
+DEFAULT_MULTIPROCESSORS = 132  # of an H200, used for unknown devices
 
 
 @dataclass(frozen=True)
@@ -375,18 +375,18 @@ class Plan:
     block: int
     warps: int
     stages: int
-    programs: int = 1  # that a multiprocessor has room for at once
+    programs: int = 1  # programs that fit on a multiprocessor at once
 
 
 def attend_plan(rows: int, width: int, itemsize: int, bits: int) -> Plan:
     """A plan for `rows` queries (heads of a group x tokens) of `width` channels, stored in `bits` each."""
     wide = width * itemsize
-    if width > 256:  # latents; not tuned
+    if width > 256:  # latents, not tuned
         return Plan(16, 16, 8, 1) if itemsize == 4 else Plan(16 if rows <= 16 else 32, 32, 8, 2)
     if rows <= 32:
-        # Bound by bytes: as many as possible on their way. Keys and rows of the table wait for positions, which is
-        # why five stages hold two blocks of them, and a block is what four programs can hold twice each. Codes become
-        # floats in registers, of which two programs then take all.
+        # Bound by bytes: as many as possible are in flight. Keys and rows of the table wait for positions, so five
+        # stages hold two blocks of them. A block is as large as four programs can hold twice each. Codes become floats
+        # in registers, and two programs then take all registers.
         padded = 16 if rows <= 16 else 32
         if wide > 512:
             return Plan(padded, 16, 8, 3)

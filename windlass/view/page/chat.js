@@ -93,7 +93,7 @@ export class Chat {
     const told = usage.windlass, note = document.createElement("span");
     note.className = "usage";
     note.textContent = `${usage.prompt_tokens} tokens read, ${usage.completion_tokens} written` +
-      (told ? `; of ${told.seen} seen, ${told.kept} kept, ${told.evicted} evicted` : "");
+      (told ? `, of ${told.seen} seen, ${told.kept} kept, ${told.evicted} evicted` : "");
     element.append(note);
   }
 }

@@ -1,4 +1,4 @@
-// What the cache has of one token, in words, and in which heads.
+// One token in the cache: its description, and the heads that hold it.
 
 import { readAt } from "./state.js";
 import { palette } from "./grid.js";

@@ -1,4 +1,4 @@
-// Small multiples: one strip for each kv head of each layer, the text from left to right; and one of them enlarged.
+// Small multiples: one strip for each kv head of each layer, the text from left to right. One of them is enlarged.
 
 const GAP = 3, LABEL = 26; // pixels
 
@@ -53,7 +53,7 @@ function paint(image, width, top, rows, shares, colours, left) {
   }
 }
 
-// The strip above the text: the share of all heads, and what part of the text is on the screen.
+// The strip above the text: the share of all heads, and the part of the text on the screen.
 export function drawOverview(canvas, state, mask, visible) {
   const { context, width, height, ratio } = sized(canvas, 18);
   const image = context.createImageData(width, height);
@@ -102,7 +102,7 @@ export class Grid {
     this.choose();
   }
 
-  // 1 for each position that the chosen head holds; null where none is chosen.
+  // 1 for each position that the chosen head holds (null: no head is chosen).
   mask(state) {
     const plane = this.chosen && state.planeAt(this.chosen);
     if (!plane) return null;
@@ -154,7 +154,7 @@ export class Grid {
     }
   }
 
-  // The chosen head, enlarged; what it holds, in words.
+  // The chosen head, enlarged, and a description of its tokens.
   drawZoom(state) {
     const plane = this.chosen && state.planeAt(this.chosen);
     if (!plane) return null;

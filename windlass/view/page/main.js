@@ -98,7 +98,7 @@ function draw() {
     at("step").value = timeline.at;
     at("step").disabled = at("play").disabled = last === 0;
     const told = `step ${count(timeline.at + 1)} of ${count(last + 1)}, ${count(state.told.seen)} tokens`;
-    at("step-text").textContent = told + (state.told.edited ? "; the text was edited" : "");
+    at("step-text").textContent = told + (state.told.edited ? ", the text was edited" : "");
     at("step").setAttribute("aria-valuetext", told);
     document.body.dataset.step = timeline.at;
   });

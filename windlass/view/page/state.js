@@ -1,4 +1,4 @@
-// What the row holds at one frame, and a timeline of frames.
+// Tokens of the row at one frame, and a timeline of frames.
 
 import { FULL } from "./wire.js";
 
@@ -160,7 +160,7 @@ export class State {
   }
 }
 
-// Where a key at `position` of a plane is read, and from where the newest token reads: {key, query}; null: not known.
+// Where a key at `position` of a plane is read, and from where the newest token reads: {key, query} (null: not known).
 export function readAt(state, header, plane, position) {
   const newest = state.told.next - 1;
   const isAuto = header.positions === "auto";

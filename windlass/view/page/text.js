@@ -37,7 +37,7 @@ export class TextView {
     this.state = null;
   }
 
-  // Show `state`; `mask` has 1 for each position that the `chosen` head holds; both are null where none is chosen.
+  // Show `state`. `mask` has 1 for each position that the `chosen` head holds. Both are null where none is chosen.
   show(state, header, mask, chosen) {
     Object.assign(this, { state, header, mask, chosen });
     const isAtEnd = this.element.scrollTop + this.element.clientHeight >= this.element.scrollHeight - 60;

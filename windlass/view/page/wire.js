@@ -1,4 +1,4 @@
-// Records of a recording or of a live stream; windlass/view/wire.py and frames.py tell what they are.
+// Records of a recording or of a live stream. Their format is in windlass/view/frames.py.
 
 export const HEADER = 0, FULL = 1, DELTA = 2, STATUS = 3, END = 4;
 export const VERSION = 1;
@@ -74,7 +74,7 @@ export function parseFile(bytes) {
 
 export function headerOf(record) {
   const told = jsonOf(record.payload);
-  if (told.version !== VERSION) throw new Error(`The recording has version ${told.version}; this page reads ${VERSION}.`);
+  if (told.version !== VERSION) throw new Error(`The recording has version ${told.version}. This page reads ${VERSION}.`);
   return told;
 }
 
@@ -82,7 +82,7 @@ export function jsonOf(payload) {
   return JSON.parse(new TextDecoder().decode(payload));
 }
 
-// A FULL or DELTA record: what its JSON tells, and a view of its arrays.
+// A FULL or DELTA record: the fields of its JSON, and a view of its arrays.
 export function frameOf(record) {
   const { payload, kind, bytes } = record;
   const length = new DataView(payload.buffer, payload.byteOffset).getUint32(0, true);
