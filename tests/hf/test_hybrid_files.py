@@ -60,7 +60,7 @@ HOSTILE: list[tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]]
     (lambda tensors, _: tensors.pop("states.1.state.0"), "tensor states.1.state.0 is missing"),
     (
         lambda tensors, _: tensors.update({"states.2.conv.0": torch.zeros(2)}),
-        "'states.2.conv.0' is none that it should",
+        "'states.2.conv.0' is not expected",
     ),
     (_set("states.0.conv.0", lambda state: state[:1].clone()), "tensor states.0.conv.0 is .* and must be"),
     (_set("states.0.conv.0", lambda state: state.double()), "tensor states.0.conv.0 is .* and must be"),
