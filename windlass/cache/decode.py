@@ -19,7 +19,7 @@ from windlass.cache.slot_table import SlotTable
 from windlass.core.inputs import DecodeInput, DecodeOutput, DecodeSlots, Format, RecallSlots, Retention
 from windlass.core.parse import MAX_NUMBER
 from windlass.core.step import AttentionCall, Step, StepRecord
-from windlass.core.types import Attended, NewKeys, NewValues, Queries, SlotIndex
+from windlass.core.types import Attended, ListedSlots, NewKeys, NewValues, Queries
 from windlass.policies.base import TOKEN, Policy
 from windlass.policies.calls import initial_state
 from windlass.policies.wrappers import changes_keys, ranking_of
@@ -29,7 +29,7 @@ from windlass.positions.rotary import Rotary
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Decode
 
-Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots to free, and their old positions
+Released = tuple[tuple[ListedSlots, ListedSlots], ...]  # slots to free, and their old positions
 
 
 class LayerCall(NamedTuple):

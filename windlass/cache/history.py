@@ -12,7 +12,7 @@ from windlass.cache.layer_config import LayerConfig
 from windlass.cache.merging import MergePlan
 from windlass.cache.slot_table import SlotTable, TableSnapshot, free_reserved
 from windlass.core.step import HEADROOM, Step, StepRecord
-from windlass.core.types import SlotIndex
+from windlass.core.types import ListedSlots
 from windlass.stores.full_precision import FullPrecisionRing
 
 
@@ -68,12 +68,12 @@ class History(NamedTuple):
             free_reserved(positions, evicted, evicted_positions)
         return history
 
-    def split(self, tokens: int, newest: int = 0) -> tuple[History, tuple[tuple[SlotIndex, SlotIndex], ...]]:
+    def split(self, tokens: int, newest: int = 0) -> tuple[History, tuple[tuple[ListedSlots, ListedSlots], ...]]:
         """The history that `forgotten` returns, and the slots that it frees, with the positions of their tokens."""
         records = self.records
         kept = len(records) - newest
         older = self.size - sum([record.size for record in records[max(kept, 0) :]])
-        at, size, reserved, released = 0, self.size, self.reserved, list[tuple[SlotIndex, SlotIndex]]()
+        at, size, reserved, released = 0, self.size, self.reserved, list[tuple[ListedSlots, ListedSlots]]()
         while at < kept and (older > tokens or tokens == 0):  # a step without tokens takes no room
             record = records[at]
             if record.evicted is not None and record.evicted_positions is not None:

@@ -21,6 +21,7 @@ from windlass.core.types import (
     KeyMeans,
     LinearInputs,
     LinearWeights,
+    ListedSlots,
     NewKeys,
     NewValues,
     NormWeights,
@@ -578,7 +579,7 @@ class DecodeInput:
     next_positions: RowCounts
     is_observed: bool = False
     is_evicting: bool = False
-    released: Sequence[tuple[SlotIndex, SlotIndex]] = ()
+    released: Sequence[tuple[ListedSlots, ListedSlots]] = ()
     remembered: RowCounts | None = None
     is_recalling: bool = False
     row_sinks: RowCounts | None = None

@@ -27,6 +27,7 @@ IndexKeys = Float[Tensor, "batch slots index_channels"]
 PickedSlots = Bool[Tensor, "batch tokens slots"]
 SlotPositions = Int[Tensor, "batch score_heads slots"]
 SlotIndex = Int[Tensor, "batch score_heads chosen"]
+ListedSlots = Int[Tensor, "_ _ _"]  # as SlotIndex, one of a list whose lengths differ
 PerSlot = Float[Tensor, "batch kv_heads slots"]
 Scores = Float[Tensor, "batch score_heads slots"]
 
