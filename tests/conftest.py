@@ -5,9 +5,10 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -43,11 +44,11 @@ torch.use_deterministic_algorithms(True)
 
 
 CHECKED_CASES = 12  # one in this many
-QUICK_CALLS = 6  # of a function in a test, whose shapes are checked in `make test`
+QUICK_CALLS = 1  # of each function in a test, whose shapes are checked in `make test`
 MODEL_CASES = 6  # one in this many is not slow, of a test that in each reads a model, or is interpreted
 MODELS = {"attached_model", "plain_model", "one_layer"}
 FAMILIES = Path(__file__).parent / "hf"
-# Their faults are in combinations, and their cases are quick, but for those in Triton's interpreter.
+# Their faults are in combinations of two arguments, but for the few cases in Triton's interpreter.
 KERNELS = Path(__file__).parent / "kernels"
 IS_CHECKED = pytest.StashKey[bool]()
 
@@ -57,8 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow most cases that differ little, and choose the cases in which shapes are checked.
 
     `make test-all` runs all cases of a test. `make test` runs, of a test with several arguments, as few cases as have
-    each value of each of them. And of those that are left, one in six where each case reads a model or runs in Triton's
-    interpreter. Which of the six it is differs from test to test: all families are read by some of them.
+    each value of each of them, or each pair of values where it is a kernel's. And of those that are left, one in six
+    where each case reads a model or runs in Triton's interpreter. Which of the six it is differs from test to test: all
+    families are read by some of them.
 
     Annotations of shapes are checked in every test, but not in all of its cases: a check takes longer than most
     functions do.
@@ -83,16 +85,18 @@ def _quick(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
     return cases
 
 
+def _values(item: pytest.Item) -> list[tuple[str, str]]:
+    """The arguments of a case."""
+    params: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
+    return sorted((name, repr(value)) for name, value in params.items())
+
+
 def _mark_combinations(items: list[pytest.Item]) -> None:
-    combined = (
-        item
-        for item in items
-        if len(getattr(getattr(item, "callspec", None), "params", ())) > 1
-        and (KERNELS not in item.path.parents or "triton" in item.path.name)
-    )
+    combined = (item for item in items if len(_values(item)) > 1)
     for cases in _quick(combined).values():
-        values = [{(name, repr(value)) for name, value in each.callspec.params.items()} for each in cases]  # type: ignore[attr-defined]
-        missing, kept = set[tuple[str, str]]().union(*values), set[int]()
+        size = 2 if KERNELS in cases[0].path.parents and "triton" not in cases[0].path.name else 1
+        values = [{*combinations(_values(each), size)} for each in cases]
+        missing, kept = set[Any]().union(*values), set[int]()
         while missing:
             most = max(range(len(cases)), key=lambda at: len(values[at] & missing))
             kept.add(most)

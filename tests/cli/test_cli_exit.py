@@ -159,6 +159,7 @@ def test_ctrl_c_ends_cleanly():
     assert last.startswith("interrupted, ")
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_no_traceback():
     command = [*START, *generate(PROMPT, "--threads", "1")]
     with Path("/dev/full").open("wb") as full:

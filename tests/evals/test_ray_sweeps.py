@@ -64,6 +64,7 @@ def key_of(rows: list[dict[str, Any]], sample: int) -> str:
     return str(next(row["expected"][0] for row in rows if row["sample"] == sample and row["task"].startswith("/")))
 
 
+@pytest.mark.slow
 @on_ray
 def test_two_workers_write_the_lines_of_one_process_though_some_die(tmp_path: Path) -> None:
     file = deadly.written_to(tmp_path)
