@@ -147,6 +147,12 @@ def ray() -> Iterator[None]:
 
 
 @pytest.fixture
+def many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many calls of a function are checked as in `make test-all`."""
+    monkeypatch.setattr(tests.helpers.checked.CHECKS, "most_calls", tests.helpers.checked.MOST_CALLS)
+
+
+@pytest.fixture
 def any_type() -> None:
     """Arguments of the wrong type reach the code, whose errors are tested. Otherwise annotations refuse them first."""
     jaxtyping.config.update("jaxtyping_disable", True)
