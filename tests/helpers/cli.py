@@ -37,7 +37,7 @@ class Ran:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
     """Runs the command line in this process, with `stdin` as a pipe. Commands share models that no test writes."""
-    if session.load_model is load:
+    if vars(session)["load_model"] is load:
         monkeypatch.setattr(session, "load_model", _shared)
 
     def go(*arguments: str, stdin: bytes = b"") -> Ran:
