@@ -283,12 +283,14 @@ class Kernel {
         const PackedStates &keys = call.keys;
         const int width = keys.channels;
         if (!has_narrow_keys() || !call.near.keys || keys.full_precision || call.pairs % 32 || width % 32) return false;
+        if (F == Format::int4 && keys.group_bits != 4) return false;
         return F == Format::bfloat16 || (2 * call.pairs == width && keys.held == width && (width == 64 || width == 128));
     }
     // Whether values are added up as products in bfloat16.
     bool has_narrow_values() const {
 #if defined(__AVX512BF16__)
         const PackedStates &values = call.values;
+        if (F == Format::int4 && values.group_bits != 5) return false;
         const int whole = F == Format::int4 ? 64 : 32;  // the two halves of a row of int4 lie in one another
         return (F == Format::bfloat16 || F == Format::int8 || F == Format::int4) &&
                call.float_format == Format::bfloat16 && values.channels % 32 == 0 && values.held % whole == 0;
@@ -365,7 +367,7 @@ class Kernel {
         if constexpr (F != Format::float32 && F != Format::float16) {
             const PackedStates &packed = call.keys;
             const std::uint8_t *rows = packed.data + place * packed.row_bytes;
-            const std::uint16_t *scales = packed.scales ? packed.scales + place : nullptr;
+            const std::uint16_t *scales = packed.scales ? packed.scales + place * packed.slot_scales() : nullptr;
             const float *means = packed.means ? packed.means + std::size_t(head) * packed.held : nullptr;
             const int width = packed.channels;
             const bool is_whole = 2 * call.pairs == width && packed.held == width;
@@ -451,6 +453,7 @@ class Kernel {
                    std::ptrdiff_t ahead, ThreadBuffers buffers, float *states) {
         const PackedStates &packed = call.values;
         if (packed.full_precision) add_full_precision(row, head, place, count, shared, buffers, states);
+        if constexpr (F == Format::int4) return add_groups(head, place, count, mask, shared, ahead, buffers, states);
         if (packed.scales)  // a value is code * scale: the codes are weighed by weight * scale
             weigh_scales(packed.scales + place, count, shared, buffers.near);
 #if defined(__AVX512BF16__)
@@ -465,7 +468,48 @@ class Kernel {
             }
 #endif
         add_all_values<F>(buffers.near, shared, packed.data + place * packed.row_bytes, packed.row_bytes,
-                          packed.first, packed.held, count, mask.is_seen, states + MAX_LANES, sizes.partial_width);
+                          packed.first, packed.held, packed.held, count, mask.is_seen, states + MAX_LANES, sizes.partial_width);
+    }
+
+    // A value is code * scale + offset, of each group: its codes are weighed by weight * scale, and weight * offset is the
+    // same for all its channels. Overwrites `far`.
+    void add_groups(int head, std::size_t place, int count, const BlockMask &mask, int shared, std::ptrdiff_t ahead,
+                    ThreadBuffers buffers, float *states) {
+        const PackedStates &packed = call.values;
+        const bool is_narrow = has_narrow_values();
+        const std::size_t numbers = packed.slot_scales();
+        for (int group = packed.first >> packed.group_bits; group << packed.group_bits < packed.held; ++group) {
+            const int start = std::max(packed.first, group << packed.group_bits),
+                      end = std::min(packed.held, (group + 1) << packed.group_bits);
+            alignas(64) float scales[BLOCK] = {}, offsets[BLOCK] = {};
+            const std::uint16_t *pairs = packed.scales + place * numbers + 2 * group;
+            for (int j = 0; j < count; ++j, pairs += numbers) scales[j] = from_half(pairs[0]), offsets[j] = from_half(pairs[1]);
+            float *sum = states + MAX_LANES + start - packed.first;
+            for (int q = 0; q < shared; ++q) {
+                Floats total{};
+                for (int j = 0; j < BLOCK; j += LANES) {
+                    const Floats weight = load<Floats>(buffers.near + q * BLOCK + j);
+                    store(buffers.far + q * BLOCK + j, weight * load<Floats>(scales + j));
+                    total += weight * load<Floats>(offsets + j);
+                }
+                float all_of_them = 0;
+                for (int lane = 0; lane < LANES; ++lane) all_of_them += total[lane];
+                for (int i = 0; i < end - start; ++i) sum[q * sizes.partial_width + i] += all_of_them;
+            }
+#if defined(__AVX512BF16__)
+            if constexpr (F == Format::int4)
+                if (is_narrow) {
+                    const PackedStates &keys = call.keys;
+                    const NarrowValues values{packed.data + place * packed.row_bytes, packed.row_bytes, start, packed.held, count, mask.is_seen};
+                    const bool is_first = start == packed.first;
+                    const Ahead next{keys.data + (std::ptrdiff_t(place) + ahead) * keys.row_bytes, is_first ? keys.row_bytes : 0};
+                    add_all_narrow<F>(buffers.far, shared, values, end - start, next, sum, sizes.partial_width);
+                    continue;
+                }
+#endif
+            add_all_values<F>(buffers.far, shared, packed.data + place * packed.row_bytes, packed.row_bytes, start, end, packed.held,
+                              count, mask.is_seen, sum, sizes.partial_width);
+        }
     }
 
     static void weigh_scales(const std::uint16_t *scales, int count, int shared, float *weights) {

@@ -109,6 +109,28 @@ struct RowKeys {
     }
 };
 
+// A slot whose groups have 16 channels each, WIDTH of them in all: its scales and offsets are read at once.
+template <int WIDTH>
+struct GroupedSlot {
+    const std::uint8_t *row;
+    Floats pairs;
+    const float *means;
+
+    [[gnu::always_inline]] GroupedSlot(const std::uint8_t *row, const std::uint16_t *scales, const float *means) : row(row), means(means) {
+        if constexpr (WIDTH == 128)
+            pairs = (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)scales));
+        else
+            pairs = (Floats)_mm512_castps256_ps512(_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)scales)));
+    }
+    [[gnu::always_inline]] Floats spread(int which) const {
+        return (Floats)_mm512_permutexvar_ps(_mm512_set1_epi32(which), (__m512)pairs);
+    }
+    [[gnu::always_inline]] Floats lanes(int i) const {
+        const Floats offset = spread(i / 8 + 1);
+        return Row<Format::int4>::lanes(row, i, WIDTH) * spread(i / 8) + (means ? offset + load<Floats>(means + i) : offset);
+    }
+};
+
 // Keys of which the first 2 * pairs channels are rotated by tables that are laid out for them. Of 32 bfloat16 in a vector
 // the even ones are float32 once they are shifted, and the odd ones once the even ones are cleared.
 // WIDTH: the width of keys whose rows lie one after the other, with all channels rotated (0: any, of bfloat16).
@@ -122,6 +144,7 @@ struct TurnedKeys {
     const float *means;
     static constexpr std::size_t STRIDE = 2 * WIDTH;
     static constexpr bool IS_TURNED = true;
+    static constexpr int SCALES = F == Format::int4 ? WIDTH / 8 : 1;  // groups of 16
     static constexpr int ROW_BYTES = F == Format::bfloat16 ? 2 * WIDTH : F == Format::int8 ? WIDTH : WIDTH / 2;
 
     int width() const { return WIDTH ? WIDTH : some_width; }
@@ -129,15 +152,19 @@ struct TurnedKeys {
     TurnedKeys from(int key) const {
         TurnedKeys moved = *this;
         moved.rows += key * (WIDTH ? ROW_BYTES : some_row_bytes), moved.tables += key * 2 * pairs();
-        if (F != Format::bfloat16) moved.scales += key;
+        if (F != Format::bfloat16) moved.scales += key * SCALES;
         return moved;
     }
     template <class Use>
     [[gnu::always_inline]] void each(int key, Use use) const {
         const std::uint8_t *row = rows + key * (WIDTH ? ROW_BYTES : some_row_bytes);
         const float *table = tables + key * 2 * pairs();
-        Slot<F> slot{row, width(), 1.0f, means};
-        if constexpr (F != Format::bfloat16) slot.scale = from_half(scales[key]);
+        const auto slot = [&] {
+            if constexpr (F == Format::int4)
+                return GroupedSlot<WIDTH>(row, scales + key * SCALES, means);
+            else
+                return Slot<F>{row, width(), F == Format::bfloat16 ? 1.0f : from_half(scales[key]), means};
+        }();
 #pragma GCC unroll 4
         for (int i = 0; i < pairs(); i += 32, table += 64) {
             const Floats c[2] = {once(load<Floats>(table)), once(load<Floats>(table + 16))},
