@@ -337,8 +337,8 @@ struct Scratch {
         partial_width = value_width + MAX_LANES;  // its maximum and its sum stand in front
         slot_width = padded(call.slots);
         std::size_t rows = std::size_t(call.batch) * call.heads * call.tokens;
-        std::size_t shared = std::size_t(call.group()) * call.tokens;
-        queries = rows * key_width * (call.has_far() ? 2 : 1);
+        std::size_t shared = (std::size_t(call.group()) * call.tokens + 3) / 4 * 4;  // a kernel multiplies four queries at once
+        queries = rows * key_width * (call.has_far() ? 2 : 1) + 3 * key_width;
         unrounded = call.is_steady ? rows * key_width : 0;
         turned = call.is_steady ? threads * shared * key_width : 0;
         partials = rows * pieces(call.slots) * partial_width;
