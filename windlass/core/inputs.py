@@ -259,13 +259,12 @@ class PackedStates:
     def _held(self) -> Tensor:
         if self.scales is None:
             return self.data
-        codes = self.data
+        codes: Tensor = self.data
         if self.format is Format.INT4:
             codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
-        if self.group:
             spread = self.scales.float().unflatten(-1, (-1, 2)).repeat_interleave(self.group, -2)
             scales, offsets = spread[..., : self.held_channels, :].unbind(-1)
-            floats = codes.float() * scales + offsets
+            floats: Tensor = codes.float() * scales + offsets
         else:
             floats = codes.float() * self.scales.float()
         if self.means is not None:
