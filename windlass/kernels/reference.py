@@ -312,7 +312,7 @@ def encode(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Te
     groups = -(-width // group)
     channels = torch.arange(groups * group, device=states.device).clamp(max=width - 1)  # the last one fills its group
     blocks = numbers[..., channels].unflatten(-1, (groups, group))
-    low, high = blocks.aminmax(dim=-1, keepdim=True)
+    low, high = (each.clamp(-7.5 * most, 7.5 * most) for each in blocks.aminmax(dim=-1, keepdim=True))
     scales = ((high - low) / 15).clamp(-most, most).to(torch.float16)
     divisors = scales.float()
     offsets = ((low + high) * 0.5 + divisors * 0.5).clamp(-most, most).to(torch.float16)

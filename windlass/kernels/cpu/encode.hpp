@@ -33,6 +33,8 @@ inline void encode_row(float *numbers, int width, int group, std::uint8_t *codes
             low = numbers[i] < low ? numbers[i] : low, high = numbers[i] > high ? numbers[i] : high;
             is_number &= numbers[i] == numbers[i];
         }
+        low = low < -7.5f * most ? -7.5f * most : low, high = high > 7.5f * most ? 7.5f * most : high;
+        low = low > 7.5f * most ? 7.5f * most : low, high = high < -7.5f * most ? -7.5f * most : high;
         if (!is_number) low = high = NAN;
         pairs[0] = to_half(bounded((high - low) / 15));
         const float scale = from_half(pairs[0]), divisor = scale != 0.0f ? scale : 1.0f;

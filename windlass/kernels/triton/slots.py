@@ -367,7 +367,9 @@ def _group_codes(row, p_scales, o_width, m_width, width, GROUP: tl.constexpr):
     b_numbers = _numbers(p_states, stride, p_means, mean_stride, o_width, m_width)
     o_group = tl.minimum((o_width // GROUP * GROUP)[:, None] + tl.arange(0, GROUP)[None, :], width - 1)
     b_group = _numbers(p_states, stride, p_means, mean_stride, o_group, m_width[:, None])
-    low, high = tl.min(b_group, 1), tl.max(b_group, 1)
+    most: tl.constexpr = 7.5 * FLOAT16_MAX  # so that a scale reaches all, and infinities have a middle
+    low = tl.minimum(tl.maximum(tl.min(b_group, 1), -most), most)
+    high = tl.minimum(tl.maximum(tl.max(b_group, 1), -most), most)
     span = high - low
     scale = _bounded(tl.div_rn(span, tl.zeros_like(span) + 15.0))
     divisor = scale.to(tl.float32)
