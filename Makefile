@@ -19,7 +19,7 @@ serve-demo: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-# With long texts, kills of processes and all cases of a test, which takes about twice as long.
+# With long texts, kills of processes and all cases of a test, which takes several times as long.
 test-all: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 

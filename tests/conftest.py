@@ -1,12 +1,14 @@
 """Sizes, seeds and models that the tests share. No test needs the network or files from outside."""
 
+import gc
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
+from itertools import combinations
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -42,11 +44,11 @@ torch.use_deterministic_algorithms(True)
 
 
 CHECKED_CASES = 12  # one in this many
-COMBINED_CASES = 6  # one in this many is not slow, and each that has a value for the first time
-MODEL_CASES = 3  # one in this many is not slow, of a test that in each reads a model, or is interpreted
+QUICK_CALLS = 1  # of each function in a test, whose shapes are checked in `make test`
+MODEL_CASES = 6  # one in this many is not slow, of a test that in each reads a model, or is interpreted
 MODELS = {"attached_model", "plain_model", "one_layer"}
 FAMILIES = Path(__file__).parent / "hf"
-# Their faults are in combinations, and their cases are quick, but for those in Triton's interpreter.
+# Their faults are in combinations of two arguments, but for the few cases in Triton's interpreter.
 KERNELS = Path(__file__).parent / "kernels"
 IS_CHECKED = pytest.StashKey[bool]()
 
@@ -55,9 +57,10 @@ IS_CHECKED = pytest.StashKey[bool]()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow most cases that differ little, and choose the cases in which shapes are checked.
 
-    `make test-all` runs all cases of a test. `make test` runs, of a test with several arguments, each value of each of
-    them. And of those that are left, one in three where each case reads a model or runs in Triton's interpreter. Which
-    of the three it is differs from test to test: all families are read by some of them.
+    `make test-all` runs all cases of a test. `make test` runs, of a test with several arguments, as few cases as have
+    each value of each of them, or each pair of values where it is a kernel's. And of those that are left, one in six
+    where each case reads a model or runs in Triton's interpreter. Which of the six it is differs from test to test: all
+    families are read by some of them.
 
     Annotations of shapes are checked in every test, but not in all of its cases: a check takes longer than most
     functions do.
@@ -73,33 +76,54 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         cases[name] += 1
 
 
-def _mark_combinations(items: list[pytest.Item]) -> None:
-    cases: Counter[str] = Counter()
-    known: set[tuple[str, str, str]] = set()
+def _quick(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The cases of each test that are not slow."""
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        spec = getattr(item, "callspec", None)
-        is_quick = KERNELS in item.path.parents and "triton" not in item.path.name
-        if spec is None or len(spec.params) < 2 or is_quick:
-            continue
-        test = item.nodeid.partition("[")[0]
-        values = {(test, name, repr(value)) for name, value in spec.params.items()}
-        if cases[test] % COMBINED_CASES and values <= known:
-            item.add_marker("slow")
-        known |= values
-        cases[test] += 1
+        if item.get_closest_marker("slow") is None:
+            cases[item.nodeid.partition("[")[0]].append(item)
+    return cases
+
+
+def _values(item: pytest.Item) -> list[tuple[str, str]]:
+    """The arguments of a case."""
+    params: dict[str, object] = getattr(getattr(item, "callspec", None), "params", {})
+    return sorted((name, repr(value)) for name, value in params.items())
+
+
+def _mark_combinations(items: list[pytest.Item]) -> None:
+    combined = (item for item in items if len(_values(item)) > 1)
+    for cases in _quick(combined).values():
+        size = 2 if KERNELS in cases[0].path.parents and "triton" not in cases[0].path.name else 1
+        values = [{*combinations(_values(each), size)} for each in cases]
+        missing, kept = set[Any]().union(*values), set[int]()
+        while missing:
+            most = max(range(len(cases)), key=lambda at: len(values[at] & missing))
+            kept.add(most)
+            missing -= values[most]
+        for number in {*range(len(cases))} - kept:
+            cases[number].add_marker("slow")
 
 
 def _mark_models(items: list[pytest.Item]) -> None:
-    cases: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        has_model = MODELS & {*getattr(item, "fixturenames", ())} or FAMILIES in item.path.parents
-        if item.get_closest_marker("slow") is None and (has_model or "triton" in item.path.name):
-            cases[item.nodeid.partition("[")[0]].append(item)
-    for test, its_cases in cases.items():
+    with_models = (
+        item
+        for item in items
+        if MODELS & {*getattr(item, "fixturenames", ())} or FAMILIES in item.path.parents or "triton" in item.path.name
+    )
+    for test, its_cases in _quick(with_models).items():
         kept = crc32(test.encode()) % MODEL_CASES % len(its_cases)
         for number, item in enumerate(its_cases):
             if number % MODEL_CASES != kept:
                 item.add_marker("slow")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Keep what was imported and collected out of the collections of garbage, each of which would look at all of it."""
+    if session.config.option.markexpr == "not slow":
+        tests.helpers.checked.CHECKS.most_calls = QUICK_CALLS
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -120,6 +144,12 @@ def ray() -> Iterator[None]:
         pytest.skip("needs windlass[ray]")
     with connected("local", 3):
         yield
+
+
+@pytest.fixture
+def many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many calls of a function are checked as in `make test-all`."""
+    monkeypatch.setattr(tests.helpers.checked.CHECKS, "most_calls", tests.helpers.checked.MOST_CALLS)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import windlass
@@ -44,13 +45,21 @@ def imports_of(package: Path) -> tuple[Imports, set[str]]:
     found: Imports = {}
     with_transformers = set()
     for name, path in files.items():
-        targets = set(_imported(ast.parse(path.read_text())))
+        targets, _ = imported(path)
         if any(target.split(".")[0] == "transformers" for target in targets):
             with_transformers.add(_short(name))
         ours = {target for target in targets if target.split(".")[0] == package.name}
         # `from windlass.core import errors` names a module, `from windlass.core.errors import X` a thing inside one.
         found[_short(name)] = {_short(each if each in files else each.rpartition(".")[0]) for each in ours}
     return found, with_transformers
+
+
+@cache
+def imported(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Imports of a file, wherever they stand, and those at its top."""
+    tree = ast.parse(path.read_text())
+    at_top = ast.Module([each for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom)], [])
+    return frozenset(_imported(tree)), frozenset(_imported(at_top))
 
 
 def _name_of(path: Path) -> str:
@@ -106,7 +115,7 @@ def test_imports_go_one_way() -> None:
 
 
 def test_tests_share_through_helpers_alone() -> None:
-    found = {path: set(_imported(ast.parse(path.read_text()))) for path in Path(__file__).parent.rglob("*.py")}
+    found = {path: imported(path)[0] for path in Path(__file__).parent.rglob("*.py")}
     between = {f"{path} -> {target}" for path in found for target in found[path] if target.startswith("tests.")}
     assert {each for each in between if " -> tests.helpers." not in each} == set()
 
@@ -124,10 +133,9 @@ def test_ray_is_imported_when_it_is_asked_for() -> None:
     modules = {_name_of(Path("windlass") / path) for path in USES_RAY}
     for path in PACKAGE.rglob("*.py"):
         if path.relative_to(PACKAGE) not in USES_RAY:
-            tree = ast.parse(path.read_text())
-            at_top = ast.Module([each for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom)], [])
-            assert not [each for each in _imported(tree) if each.split(".")[0] == "ray"], path
-            assert not [each for each in _imported(at_top) if each.rpartition(".")[0] in modules], path
+            anywhere, at_top = imported(path)
+            assert not [each for each in anywhere if each.split(".")[0] == "ray"], path
+            assert not [each for each in at_top if each.rpartition(".")[0] in modules], path
 
 
 def out_of_size(package: Path) -> set[str]:

@@ -155,7 +155,9 @@ def test_a_tiny_model_is_the_same_at_every_call() -> None:
 KINDS = ("llama", "deepseek_v3", "gemma3n", "llama4", "hunyuan", "qwen3_next")
 
 
-@pytest.mark.parametrize("name", ["h2o", "key_diff", "kvzip"])
+@pytest.mark.parametrize(
+    "name", ["h2o", *(pytest.param(name, marks=pytest.mark.slow) for name in ("key_diff", "kvzip"))]
+)
 def test_policies_work_on_models_of_every_kind(name: str) -> None:
     check_on_models(NAMES[name](), KINDS)
 

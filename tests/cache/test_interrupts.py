@@ -84,6 +84,7 @@ def test_first_passes_growth_and_other_stores(
         check_every_line(model, cache, step(model, piece), 397)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_in_file", [False, True])
 @pytest.mark.parametrize("recall_store", ["plain", "int4"])
 def test_first_and_later_passes_of_a_cache_with_recall(

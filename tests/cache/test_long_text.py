@@ -51,7 +51,9 @@ def nats_inside(model: PreTrainedModel, ids: list[int], start: int, end: int, tr
     return torch.cat(windows)
 
 
-@pytest.mark.parametrize(("name", "trained"), [("stories260K", 512), ("babyllama-361", 256)])
+@pytest.mark.parametrize(
+    ("name", "trained"), [("stories260K", 512), pytest.param("babyllama-361", 256, marks=pytest.mark.slow)]
+)
 def test_past_ten_times_the_trained_length_text_stays_text(name: str, trained: int) -> None:
     """Half a trained window of slots, read under `compact`: as good as a fresh window, token by token."""
     model, ids = load(name)

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,8 @@ ROOT = Path(windlass.__file__).parents[1]
 MODEL = ROOT / "tests" / "models" / "stories260K"
 LIGHT = list(dict.fromkeys(light_lines()))
 LINES = [*dict.fromkeys(command_lines()), *LIGHT]
-PROCESSES = 20
+PROCESSES, QUICK_PROCESSES = 20, 3
+QUICK_LIGHT = 6  # one in this many, a step that is no multiple of an option's lines
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +39,14 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def answers(places: dict[str, str]) -> dict[str, tuple[int, str, str]]:
-    """Answers to each command line: one process runs those that need no torch, another the rest."""
+def answers(request: pytest.FixtureRequest, places: dict[str, str]) -> dict[str, tuple[int, str, str]]:
+    """Answers to each command line that is tested: one process runs those that need no torch, another the rest."""
     light = dict(LIGHT)
+    params = [getattr(getattr(each, "callspec", None), "params", {}) for each in request.session.items]
+    tested = list(dict.fromkeys(each["line"] for each in params if "line" in each and "says" in each))
     found: dict[str, tuple[int, str, str]] = {}
-    for lines, options in (([line for line, _ in LINES if line not in light], ()), (list(light), ("light",))):
+    groups = [[line for line in tested if (line in light) is is_light] for is_light in (False, True)]
+    for lines, options in zip(groups, ((), ("light",)), strict=True):
         ran = subprocess.run(
             [sys.executable, serve_bad_inputs.__file__, *options],
             input="".join(json.dumps(arguments(line, places)) + "\n" for line in lines),
@@ -77,12 +82,22 @@ def test_there_are_hundreds() -> None:
     assert len(LINES) >= 300
 
 
-@pytest.mark.parametrize(("line", "says"), LINES, ids=[line for line, _ in LINES])
+def cases(lines: list[tuple[str, str]], step: int) -> list[Any]:
+    """One in `step` is not slow."""
+    return [
+        pytest.param(line, says, marks=[pytest.mark.slow] * (number % step > 0), id=line)
+        for number, (line, says) in enumerate(lines)
+    ]
+
+
+@pytest.mark.parametrize(("line", "says"), [*cases(LINES[: -len(LIGHT)], 1), *cases(LIGHT, QUICK_LIGHT)])
 def test_a_bad_input_is_one_line(answers: dict[str, tuple[int, str, str]], line: str, says: str) -> None:
     check(*answers[line], says)
 
 
-@pytest.mark.parametrize(("line", "says"), LINES[:: len(LINES) // PROCESSES][:PROCESSES])
+@pytest.mark.parametrize(
+    ("line", "says"), cases(LINES[:: len(LINES) // PROCESSES][:PROCESSES], PROCESSES // QUICK_PROCESSES + 1)
+)
 def test_a_process_says_the_same(
     answers: dict[str, tuple[int, str, str]], places: dict[str, str], line: str, says: str
 ) -> None:

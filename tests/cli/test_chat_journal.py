@@ -220,6 +220,7 @@ class Terminal:
         return self.process.wait(30)
 
 
+@pytest.mark.slow
 def test_a_killed_chat_is_offered_again(dialogue: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     terminal = Terminal(tmp_path)
     terminal.wait_for("Ctrl-D ends")

@@ -33,7 +33,11 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "said"),
     [
         (("--budget", "256"), ["256 of them are kept, chosen by KeyDiff()", "read as compact"]),
-        ((), ["read as self_extend(8, 128) (--positions), because this model was trained on 1,024"]),
+        pytest.param(
+            (),
+            ["read as self_extend(8, 128) (--positions), because this model was trained on 1,024"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_defaults_find_the_key_in_a_text_beyond_the_trained_length(
@@ -45,6 +49,7 @@ def test_the_defaults_find_the_key_in_a_text_beyond_the_trained_length(
     assert [part for part in said if part not in notes(ran)[0]] == [], notes(ran)[0]
 
 
+@pytest.mark.slow
 def test_a_full_cache_read_as_it_stands_is_told_of(run: Callable[..., Ran], long: Path) -> None:
     ran = run("generate", MODEL, "-f", str(long), "-n", "2", "--positions", "original", "--dtype", "float32")
     assert len(notes(ran)) == 1

@@ -123,6 +123,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_plain_text_and_a_terminal_the_bar(in_library: Callable[..., windlass.Result]):
     ours, theirs = pty.openpty()
     command = [*START, *generate(PROMPT, "--threads", "1", "--chunk", "4")]
@@ -158,11 +159,17 @@ def test_ctrl_c_ends_cleanly():
     assert last.startswith("interrupted, ")
 
 
-def test_a_full_disk_or_a_closed_pipe_is_no_traceback():
+@pytest.mark.slow
+def test_a_full_disk_is_no_traceback():
     command = [*START, *generate(PROMPT, "--threads", "1")]
     with Path("/dev/full").open("wb") as full:
         ran = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE)
     assert (ran.returncode, ran.stderr) == (2, b"windlass: error: the output: No space left on device\n")
+
+
+@pytest.mark.slow
+def test_a_closed_pipe_is_no_traceback():
+    command = [*START, *generate(PROMPT, "--threads", "1")]
     reader, writer = os.pipe()
     os.close(reader)
     ran = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE)

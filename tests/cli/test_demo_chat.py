@@ -113,7 +113,7 @@ def test_the_fact_stands_in_the_text_once_and_the_question_without_it(
     assert chat != demo.chat_about(tokenizer, replace(options, seed=1))
 
 
-@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("kind", [0, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (1, 2))])
 def test_a_row_is_that_of_a_text_read_in_one_piece(
     kind: int, opened: tuple[PreTrainedModel, PreTrainedTokenizerBase]
 ) -> None:

@@ -3,7 +3,7 @@
 The oracle is the same case in a single process. The processes, two or four, are started once for all cases.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,15 @@ CASES = (
     | {"served": Case("llama", then="serve")}
     | {"a rank dies": Case("qwen3", then="die")}  # the last one, for there is no other after it
 )
+# In `make test`: heads that are shared, their files and their recall.
+QUICK = ("llama h2o", "recall", "sampled", "tova to several", "tova to one", "heads")
 
 Load = Callable[[str], PreTrainedModel]
+
+
+def marked(names: Iterable[str]) -> list[Any]:
+    """Slow but for those of `QUICK`."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in names]
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
@@ -98,14 +105,17 @@ def model_of(folder: Path) -> Load:
 
 
 @pytest.fixture(scope="module")
-def of_ranks(size: int, folder: Path, model_of: Load) -> dict[str, list[Found]]:
-    """Results of each process in each case."""
-    for case in CASES.values():
+def of_ranks(request: pytest.FixtureRequest, size: int, folder: Path, model_of: Load) -> dict[str, list[Found]]:
+    """Results of each process in each case, or in those of `QUICK` if no others are tested."""
+    items = [each for each in request.session.items if each.path == request.path]
+    is_quick = all(each.get_closest_marker("slow") is None for each in items)
+    cases = {name: CASES[name] for name in QUICK} if is_quick else CASES
+    for case in cases.values():
         ranks.folder_of(folder / "models", case.model)
     scorer_of(folder / "scorer", model_of("llama"), heads=4)
     for name, options in FILES.items():
         ranks.found(Case("llama", options, save=f"{name}.one"), model_of("llama"), folder)
-    ordered = dict(sorted(CASES.items(), key=lambda named: (named[1].then == "die", named[1].model)))
+    ordered = dict(sorted(cases.items(), key=lambda named: (named[1].then == "die", named[1].model)))
     return ranks.run(folder, ordered, folder / "models", size)
 
 
@@ -136,7 +146,7 @@ def same_positions(ranks_found: list[Found], one: Found, is_split: bool = True) 
     return all(same)
 
 
-@pytest.mark.parametrize("both", [f"{family} h2o" for family in SPLIT], indirect=True)
+@pytest.mark.parametrize("both", marked(f"{family} h2o" for family in SPLIT), indirect=True)
 def test_ranks_of_a_family_share_its_heads(size: int, both: tuple[list[Found], Found]) -> None:
     of_all, one = both
     assert same_text(of_all, one)
@@ -145,7 +155,7 @@ def test_ranks_of_a_family_share_its_heads(size: int, both: tuple[list[Found], F
     assert f"rank 1 of {size}, with {4 // size} of 4 kv heads" in of_all[1].described
 
 
-@pytest.mark.parametrize("both", [f"{family} h2o" for family in WHOLE], indirect=True)
+@pytest.mark.parametrize("both", marked(f"{family} h2o" for family in WHOLE), indirect=True)
 def test_a_plan_that_gathers_keys_gives_each_rank_all_heads(size: int, both: tuple[list[Found], Found]) -> None:
     of_all, one = both
     assert same_text(of_all, one)
@@ -154,20 +164,21 @@ def test_a_plan_that_gathers_keys_gives_each_rank_all_heads(size: int, both: tup
     assert f"rank 0 of {size}, with all kv heads: this model's plan gives each rank" in of_all[0].described
 
 
-@pytest.mark.parametrize("both", [f"llama {policy}" for policy in (*PER_HEAD, *SHARED)], indirect=True)
+@pytest.mark.parametrize("both", marked(f"llama {policy}" for policy in (*PER_HEAD, *SHARED)), indirect=True)
 def test_a_policy_keeps_what_it_keeps_in_one_process(both: tuple[list[Found], Found]) -> None:
     of_all, one = both
     assert same_text(of_all, one)
     assert same_positions(of_all, one)
 
 
-@pytest.mark.parametrize("both", OTHERS, indirect=True)
+@pytest.mark.parametrize("both", marked(OTHERS), indirect=True)
 def test_options_and_edits_give_what_they_give_in_one_process(both: tuple[list[Found], Found]) -> None:
     of_all, one = both
     assert same_text(of_all, one)
     assert same_positions(of_all, one)
 
 
+@pytest.mark.slow
 def test_a_model_has_the_fingerprint_that_it_has_in_one_process(
     of_ranks: dict[str, list[Found]], model_of: Load, folder: Path
 ) -> None:
@@ -175,14 +186,16 @@ def test_a_model_has_the_fingerprint_that_it_has_in_one_process(
     assert {each.fingerprint for each in of_ranks["phi3 h2o"]} == {own.fingerprint}
 
 
-@pytest.mark.parametrize("both", [f"{name} to several" for name in FILES], indirect=True)
+@pytest.mark.parametrize("both", marked(f"{name} to several" for name in FILES), indirect=True)
 def test_a_file_of_one_process_goes_on_in_several(both: tuple[list[Found], Found]) -> None:
     of_all, one = both
     assert same_text(of_all, one)
     assert same_positions(of_all, one)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (f"{name} to one" not in QUICK)) for name in FILES]
+)
 def test_a_file_of_several_processes_is_that_of_one(
     size: int, name: str, of_ranks: dict[str, list[Found]], model_of: Load, folder: Path
 ) -> None:
@@ -193,7 +206,7 @@ def test_a_file_of_several_processes_is_that_of_one(
     assert same_positions([texts[1], texts[1]], texts[0])
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", marked(REFUSED))
 def test_what_ranks_cannot_agree_on_is_refused_by_name(size: int, name: str, of_ranks: dict[str, list[Found]]) -> None:
     for each in of_ranks[name]:
         assert REFUSED[name][1].format(size) in each.error
@@ -201,6 +214,7 @@ def test_what_ranks_cannot_agree_on_is_refused_by_name(size: int, name: str, of_
         assert of_ranks[name][0].error.endswith("Start one of: 1, 3")
 
 
+@pytest.mark.slow
 def test_an_engine_on_several_ranks_answers_as_in_one_process(
     of_ranks: dict[str, list[Found]], model_of: Load, folder: Path
 ) -> None:
@@ -213,6 +227,7 @@ def test_an_engine_on_several_ranks_answers_as_in_one_process(
     assert [each.tokens for each in others] == [[-3]] * len(others)
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_engine_of_the_other(of_ranks: dict[str, list[Found]]) -> None:
     """No time is told: a rank that went on waiting would have been ended with the test."""
     survivor, *dead = of_ranks["a rank dies"]

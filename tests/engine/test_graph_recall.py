@@ -61,6 +61,7 @@ def test_a_graph_recalls_what_steps_without_it_recall(
     same_recalled(caches, 2 if candidates == 1 else 0)
 
 
+@pytest.mark.slow
 def test_a_recall_store_grows_between_two_recordings(
     attached_model: Models, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,11 +27,7 @@ from windlass.evals.tune import TuneOptions, Tuning
 run = cli.run  # a fixture
 LENGTH = 260
 CACHE = {"policies": "key_diff", "budgets": "40"}
-
-
-@pytest.fixture(autouse=True)
-def _ray(ray: None) -> None:
-    """Everything but refusals needs it."""
+on_ray = pytest.mark.usefixtures("ray")
 
 
 def options(output: Path, tasks: str, samples: int, batch: int = 1, threads: int | None = 1) -> EvalOptions:
@@ -68,6 +64,8 @@ def key_of(rows: list[dict[str, Any]], sample: int) -> str:
     return str(next(row["expected"][0] for row in rows if row["sample"] == sample and row["task"].startswith("/")))
 
 
+@pytest.mark.slow
+@on_ray
 def test_two_workers_write_the_lines_of_one_process_though_some_die(tmp_path: Path) -> None:
     file = deadly.written_to(tmp_path)
     asked = [options(tmp_path / name, f"{file}:Dies,magic_multiturn,perplexity", 3) for name in "ab"]
@@ -92,6 +90,7 @@ def test_two_workers_write_the_lines_of_one_process_though_some_die(tmp_path: Pa
     assert len(identities[1]) == 2 + 3 * 5 + 3
 
 
+@on_ray
 @pytest.mark.slow
 def test_an_interrupted_tuning_keeps_what_is_finished(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
@@ -140,6 +139,7 @@ def test_an_interrupted_tuning_keeps_what_is_finished(tmp_path: Path) -> None:
     assert [each.name for each in again.ranking] == [each.name for each in wanted.ranking]
 
 
+@on_ray
 @pytest.mark.slow
 def test_the_driver_dies_and_the_run_is_gone_on_with(tmp_path: Path) -> None:
     file = deadly.written_to(tmp_path)
@@ -172,6 +172,7 @@ def test_the_driver_dies_and_the_run_is_gone_on_with(tmp_path: Path) -> None:
     assert alone(asked[1]) == wanted
 
 
+@on_ray
 @pytest.mark.slow
 def test_what_fails_in_a_worker_is_told_as_here(tmp_path: Path) -> None:
     asked = options(tmp_path / "a", "cwe", 1)
@@ -180,6 +181,8 @@ def test_what_fails_in_a_worker_is_told_as_here(tmp_path: Path) -> None:
     assert not asked.output.exists()
 
 
+@on_ray
+@pytest.mark.slow
 def test_more_workers_than_there_is_room_for_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"--workers 2 with --threads 2 do not fit: this Ray has 3 processors, room for 1"

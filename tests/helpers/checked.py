@@ -19,6 +19,7 @@ class Checks:
     """Counts the calls of each function in a test, and ends its checks when there were enough."""
 
     def __init__(self) -> None:
+        self.most_calls = MOST_CALLS
         self._calls: Counter[int] = Counter()
         self._ended: set[Callable[..., Any]] = set()
 
@@ -33,7 +34,7 @@ class Checks:
     def count(self, number: int) -> bool:
         """Note a call of the function of this number. Returns True if it is the last one to be checked."""
         self._calls[number] += 1
-        return self._calls[number] == MOST_CALLS
+        return self._calls[number] == self.most_calls
 
     def end(self, function: Callable[..., Any]) -> None:
         """Check `function` no more until the next test."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from windlass.cli.app import main
 from windlass.hf.load import load
 
 PROMPT = "He was sitting in the boat, and the river was quiet. She said"
+ROOT = Path(__file__).parents[2]
 START = [sys.executable, "-m", "windlass.__main__"]
 LAST_LINE = re.compile(
     r"(interrupted, )?prefill [\d,]+( of [\d,]+)? tokens at [\d,.]+ tokens/s, "
@@ -34,7 +36,9 @@ class Ran:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
-    """Runs the command line in this process, with `stdin` as a pipe."""
+    """Runs the command line in this process, with `stdin` as a pipe. Commands share models that no test writes."""
+    if vars(session)["load_model"] is load:
+        monkeypatch.setattr(session, "load_model", _shared)
 
     def go(*arguments: str, stdin: bytes = b"") -> Ran:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
@@ -51,20 +55,27 @@ def _loaded(
     return load(name, dtype, device, weights, is_parallel)
 
 
+def _shared(
+    name: str, dtype: str, device: str, weights: str, is_parallel: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    is_ours = ROOT in Path(name).resolve().parents
+    return (_loaded if is_ours else load)(name, dtype, device, weights, is_parallel)
+
+
 @pytest.fixture(autouse=True)
 def loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For modules that import it: commands share their models, for it takes seconds to load one."""
+    """For modules that import it: commands share all their models, for it takes seconds to load one."""
     monkeypatch.setattr(session, "load_model", _loaded)
 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    return load(MODEL, "float32")[0]
+    return _loaded(MODEL, "float32", "cpu", "auto", False)[0]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return load(MODEL, "float32")[1]
+    return _loaded(MODEL, "float32", "cpu", "auto", False)[1]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -44,13 +45,16 @@ def lines_of(paths: list[Path]) -> list[int]:
     return [len(path.read_text().splitlines()) for path in paths]
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+@cache
+def docstrings(path: Path) -> list[tuple[int, str]]:
     """Line and text of each docstring of a file."""
+    found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node)
             if text:
-                yield getattr(node, "lineno", 1), text
+                found.append((getattr(node, "lineno", 1), text))
+    return found
 
 
 def field_strings(path: Path) -> Iterator[tuple[int, str]]:

@@ -57,6 +57,7 @@ def steps(model: PreTrainedModel, cache: KVCache, ids: Tensor, chunk: int) -> Te
     return torch.cat((read(model, cache, ids[:, :-5], chunk), read(model, cache, ids[:, -5:], 1)), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "compiled", "is_attached_first", "policy", "chunk"),
     [

@@ -145,7 +145,9 @@ def test_policies_rank_the_keys_that_attention_reads(policy: str, text: Text) ->
         assert one.equal(other)
 
 
-@pytest.mark.parametrize("store", ["plain", "int8", "int4"])
+@pytest.mark.parametrize(
+    "store", ["plain", *(pytest.param(store, marks=pytest.mark.slow) for store in ("int8", "int4"))]
+)
 def test_bytes_are_those_that_are_allocated(store: str) -> None:
     from windlass.hf.forward import layer_shapes
 

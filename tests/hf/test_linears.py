@@ -228,7 +228,7 @@ def test_a_token_does_not_depend_on_the_size_of_its_pass(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-@pytest.mark.parametrize("count", [7, 71])
+@pytest.mark.parametrize("count", [7, pytest.param(71, marks=pytest.mark.slow)])
 def test_codes_of_torchao_are_read_where_they_are(
     rows: list[int], dtype: torch.dtype, weights: str, count: int
 ) -> None:

@@ -40,6 +40,7 @@ def test_a_model_is_loaded_without_torchao(loud: Path) -> None:
     assert ran(loud, code) == ("[]\n", "")
 
 
+@pytest.mark.slow
 def test_transformers_still_has_torchao_where_it_needs_it(loud: Path) -> None:
     code = (
         "import windlass.engine.generate\n"

@@ -53,6 +53,7 @@ def continued(model: PreTrainedModel, ids: Tensor) -> list[int]:
     return text[0].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "warned"), [("", 1), pytest.param("none", 0, marks=pytest.mark.slow)])
 def test_without_the_compiled_module_plain_pytorch_runs_and_says_so_once(
     asked: str, warned: int, attached_model: Models, text: Text

@@ -201,6 +201,7 @@ def test_unrotate_undoes_rotate_and_products_depend_on_the_distance_alone(a: int
     torch.testing.assert_close(near, far)
 
 
+@pytest.mark.usefixtures("many_calls")
 def test_the_shapes_of_a_call_are_checked_against_one_another() -> None:
     call = AttentionInput(**held(make(4)), rotary_index=None, tables=None, scale=1.0, visibility=Visibility())
     for name, tensor in (("query_positions", call.query_positions[:1]), ("queries", call.queries[:, :, 1:])):

@@ -194,6 +194,7 @@ def test_parts_of_the_slots_fill_the_multiprocessors_but_once() -> None:
     assert tiles.splits(128, 4608, tiles.attend_plan(2048, 128, 2, 16), device)[0] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they are run")
 def test_kernels_compile_for_a_gpu_without_spills(tmp_path: Path) -> None:
     names = "decode 128 plain original mass", "prefill 64 int4 self_extend(8, 512)", "mean_key_cosine 128 int4", "evict"

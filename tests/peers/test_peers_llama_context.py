@@ -173,6 +173,7 @@ def test_group_attention_of_the_server(one_layer: Pair, text: Text, n: int, w: i
     torch.testing.assert_close(ours, logits_at(plain, ids, positions), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_pass_key_is_found_in_groups_of_8_and_not_of_2() -> None:
     """passkey.feature: a text of six times the trained length with the key in its first fifth.
 

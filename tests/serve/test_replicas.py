@@ -162,6 +162,7 @@ def test_a_conversation_stays_where_its_prefix_is(running: Running) -> None:
     assert homes == {"0", "1"}
 
 
+@pytest.mark.slow
 def test_a_full_replica_spills_over(running: Running) -> None:
     homes = []
     with ExitStack() as clients:
@@ -175,6 +176,7 @@ def test_a_full_replica_spills_over(running: Running) -> None:
     assert soon(lambda: ask(running.port, "/v1/completions", complete(max_tokens=1)).status == 200, 30)
 
 
+@pytest.mark.slow
 def test_each_replica_tells_of_itself(running: Running) -> None:
     for number in range(2):
         rows = ask(running.port, f"/replicas/{number}/v1/cache").document["rows"]
