@@ -34,11 +34,12 @@ class Moves:
         self.made |= {("rank", part.tiles.device.type) for each in call.digests for part in (each.largest, each.least)}
         return torch.empty(*queries.shape[:4], pages, device=queries.device)
 
-    def encode(self, states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+    def encode(self, states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
         assert means is None or means.device == states.device
-        width = states.shape[3] * bits // 8
-        shape, dtype = states.shape[:3], torch.int8 if bits == 8 else torch.uint8
-        return states.new_empty(*shape, width, dtype=dtype), states.new_empty(*shape, 1, dtype=torch.float16)
+        shape, width = states.shape[:3], states.shape[3]
+        held, dtype = (width // 2, torch.uint8) if group else (width, torch.int8)
+        numbers = 2 * -(-width // group) if group else 1
+        return states.new_empty(*shape, held, dtype=dtype), states.new_empty(*shape, numbers, dtype=torch.float16)
 
 
 @pytest.fixture

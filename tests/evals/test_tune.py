@@ -46,9 +46,9 @@ SLACK = 16 + 5  # free slots in decode, and slots of tokens that may come back
     [
         # keys and values, and one position for all heads
         ("recent", "plain", 3 * (6 + 10) * 4 + 4, 0),
-        # a code a channel, two scales of 2 bytes, and the mean key of each head
+        # a code a channel, two scales of 2 bytes, beside offsets of 2 bytes in int4, and the mean key of each head
         ("recent", "int8", 3 * (6 + 10 + 2 * 2) + 4, 3 * 6 * 4),
-        ("recent", "int4", 3 * (3 + 5 + 2 * 2) + 4, 3 * 6 * 4),
+        ("recent", "int4", 3 * (3 + 5 + 2 * 4) + 4, 3 * 6 * 4),
         # 2 + 7 + 5 tokens and a spare one in full precision, with the slot (4) of each head and the index (8) of each
         # token, and the count of the row (8)
         ("recent", "int8(sinks=2, newest=7)", 3 * 20 + 4, 72 + 15 * (3 * (16 * 4 + 4) + 8) + 8),

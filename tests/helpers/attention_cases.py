@@ -87,16 +87,18 @@ def noise(case: Case, seed: int = 0) -> Callable[..., Tensor]:
 
 
 def held(case: Case, randn: Callable[..., Tensor], width: int, has_means: bool) -> PackedStates:
-    """Random keys or values about as large as 1, with scales of either sign."""
+    """Random keys or values about as large as 1: int8 with scales of either sign, int4 in groups with offsets."""
     kv_heads = case.shape[0]
     if case.bits is None:
         return PackedStates(randn(BATCH, kv_heads, case.slots, width).to(case.dtype))
     most = 2 ** (case.bits - 1)
     codes = (randn(BATCH, kv_heads, case.slots, width * case.bits // 8) * most).to(torch.int64)
-    scales = (randn(BATCH, kv_heads, case.slots, 1) / most).half()
+    group = (16 if has_means else 32) if case.bits == 4 else 0
+    numbers = 2 * -(-width // group) if group else 1
+    scales = (randn(BATCH, kv_heads, case.slots, numbers) / most).half()
     means = randn(kv_heads, width) if has_means else None
     if case.bits == 4:
-        return PackedStates((codes * 37 % 256).to(torch.uint8), Format.INT4, scales, means)
+        return PackedStates((codes * 37 % 256).to(torch.uint8), Format.INT4, scales, means, group=group)
     return PackedStates(codes.clamp(-128, 127).to(torch.int8), Format.INT8, scales, means)
 
 

@@ -21,8 +21,9 @@ def piece(tokens: int, format: str, channels: int, seed: int, means: Tensor | No
     generator = torch.Generator().manual_seed(seed)
     keys = torch.randn(2, 3, tokens, channels, generator=generator) * torch.rand(2, 3, tokens, 1, generator=generator)
     if format.startswith("int"):
-        codes, scales = reference.encode(keys, means, int(format[3:]))
-        states = PackedStates(codes[:, :, :0], Format(format), scales, means)
+        group = 16 if format == "int4" else 0
+        codes, scales = reference.encode(keys, means, group)
+        states = PackedStates(codes[:, :, :0], Format(format), scales, means, group=group)
     else:
         codes = keys.to(getattr(torch, format))
         states = PackedStates(codes[:, :, :0])

@@ -158,6 +158,6 @@ def test_bytes_are_those_that_are_allocated(store: str) -> None:
         parts = [part for name, part in layer.store.tensors().items() if name not in layer.store.constant_names]
         assert sum(part.nbytes for part in parts) == shape.bytes_per_token(layer.store) * layer.table.slots
         assert shape.index == (INDEX_WIDTH if number % 2 == 0 else 0)
-        latent = {"plain": 4 * 32, "int8": 32 + 2, "int4": 16 + 2}[store]
+        latent = {"plain": 4 * 32, "int8": 32 + 2, "int4": 16 + 2 * 4}[store]
         if number % 2 == 0:
             assert shape.bytes_per_token(layer.store) == latent + 4 * INDEX_WIDTH

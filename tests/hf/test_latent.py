@@ -71,7 +71,7 @@ def test_a_budget_equals_an_explicit_mask(
     assert (theirs - one_shot(plain_model(family), ids)).norm() > 0.05 * theirs.norm()
 
 
-@pytest.mark.parametrize(("store", "per_token"), [("plain", 1152), ("int8", 576 + 2), ("int4", 288 + 2)])
+@pytest.mark.parametrize(("store", "per_token"), [("plain", 1152), ("int8", 576 + 2), ("int4", 288 + 36 * 4)])
 def test_bytes_of_deepseek_v3s_shape(store: str, per_token: int) -> None:
     """Per token and layer in bfloat16, where keys and values of 128 heads would take 81,920."""
     options = {

@@ -161,20 +161,20 @@ def test_one_call_writes_parts_of_every_type_and_width(on: torch.device, score_h
             assert mine.equal(true)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("group", [0, 16, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_codes_and_scales_are_those_of_the_reference_bit_for_bit(
-    on: torch.device, dtype: torch.dtype, bits: int
+    on: torch.device, dtype: torch.dtype, group: int
 ) -> None:
     states = (torch.randn(BATCH, 7, 3, 10) * torch.logspace(-9, 4, 7)[:, None, None]).to(on, dtype).transpose(1, 2)
     states[0, 0, 0] = 0.0
     # Codes between two whole numbers, under scales that are no powers of two, and two extremes.
-    least = -(2 ** (bits - 1))
+    least = -8 if group else -128
     between = torch.cat((torch.full((3, 7, 1), least), torch.randint(least, -least - 1, (3, 7, 9)) + 0.5), -1)
     states[1] = (between * torch.rand(3, 7, 1).half().float()).to(states)
     states[0, 1, :, 0], states[0, 1, :, 9] = -1e7, 1e7
     for means in (None, torch.randn(3, 10).to(on, dtype)):
-        ours, truth = codes.encode(states, means, bits), reference.encode(states, means, bits)
+        ours, truth = codes.encode(states, means, group), reference.encode(states, means, group)
         assert ours[0].dtype == truth[0].dtype
         assert ours[0].equal(truth[0])
         assert ours[1].equal(truth[1])

@@ -18,7 +18,7 @@ from windlass.kernels.cpu import slots
 @pytest.mark.parametrize("instructions", cpu.instruction_sets())
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    ("channels", "queries", "score_heads"), [(64, 1, 3), (10, 3, 1), (128, 2, 3), (288, 1, 1), (6, 7, 3)]
+    ("channels", "queries", "score_heads"), [(64, 1, 3), (10, 3, 1), (48, 2, 1), (128, 2, 3), (288, 1, 1), (6, 7, 3)]
 )
 @pytest.mark.parametrize("candidates", [0, 21, 33, 140])
 def test_kernels_match_the_reference(

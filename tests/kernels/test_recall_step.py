@@ -1,5 +1,6 @@
 """A decode step with a recall store in one call, against plain PyTorch, with every instruction set."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -82,17 +83,18 @@ class Draw:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.draw)
 
-    def held(self, tokens: int, width: int, means: Tensor | None) -> PackedStates:
+    def held(self, tokens: int, width: int, means: Tensor | None, group: int) -> PackedStates:
         states = self.normal(BATCH, KV_HEADS, tokens, width)
         if self.store == "plain":
             return PackedStates(states.to(self.dtype))
-        codes, scales = reference.encode(states, means, int(self.store[3:]))
-        return PackedStates(codes, Format(self.store), scales, means)
+        group = group if self.store == "int4" else 0
+        codes, scales = reference.encode(states, means, group)
+        return PackedStates(codes, Format(self.store), scales, means, group=group)
 
     def piece(self, tokens: int, means: Tensor | None) -> RecallPiece:
-        keys, values = self.held(tokens, HEAD_DIM, means), self.held(tokens, VALUE_DIM, None)
+        keys, values = self.held(tokens, HEAD_DIM, means, 16), self.held(tokens, VALUE_DIM, None, 8)
         tiles = words_of(keys.data).unflatten(2, (-1, TILE)).transpose(3, 4).contiguous()
-        none = PackedStates(keys.data[:, :, :0], keys.format, keys.scales, keys.means)
+        none = replace(keys, data=keys.data[:, :, :0])
         return RecallPiece(TiledKeys(tiles, none), values)
 
     def new(self, is_recalling: bool) -> DecodeInput:

@@ -104,7 +104,8 @@ def test_one_line_makes_it_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
         # a byte per number, and a scale of two bytes for keys and for values
         (Int8(), torch.bfloat16, 10 + 6 + 2 * 2),
         (Int8(sinks=4), torch.bfloat16, 10 + 6 + 2 * 2),
-        (Int4(), torch.bfloat16, 5 + 3 + 2 * 2),
+        # half a byte, and a scale and an offset for each group of 16 channels of a key and 32 of a value
+        (Int4(), torch.bfloat16, 5 + 3 + 2 * 4),
         (Shifted(), torch.float16, 2 * (10 + 6)),
     ],
     ids=str,

@@ -64,10 +64,19 @@ def packed_codes(store: LowBit, numbers: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def test_codes_worked_by_hand() -> None:
-    codes, scale = packed_codes(Int4(), [4.0, -1.0, 0.3, 3.5])
-    assert scale.tolist() == [-0.5]  # the extreme, 4, is the lowest code, -8
-    # codes -8, 2, -1 (of -0.6) and -7, plus 8: 0, 10, 7 and 1. Channel 0 shares its byte with channel 2
-    assert codes.tolist() == [0 | 7 << 4, 10 | 1 << 4]
+    codes, scale = packed_codes(Int4(), [6.5, -1.0, 0.3, 3.5] + [0.0] * 12 + [3.0, 3.0])
+    # a step of 7.5 / 15 from -1 (code -8) to 6.5 (code 7), and a group of two, both 3
+    assert scale.tolist() == [0.5, 3.0, 0.0, 3.0]
+    # channels 0 to 3: codes 7, -8, -5 (of -5.4), 1; zeros: -6; 9 channels on: 2 but for the last two, whose code is 0
+    assert codes.tolist() == [
+        15 | 2 << 4,
+        0 | 2 << 4,
+        3 | 2 << 4,
+        9 | 2 << 4,
+        *[2 | 2 << 4] * 3,
+        2 | 8 << 4,
+        2 | 8 << 4,
+    ]
     codes, scale = packed_codes(Int8(), [-64.0, 63.9, 0.26, 1.0, 5.0])
     assert scale.tolist() == [0.5]
     assert codes.tolist() == [-128, 127, 1, 2, 10]
@@ -85,10 +94,10 @@ def test_no_number_is_off_by_more_than_half_a_step(bits: int) -> None:
         (store.keys() - key_means, keys - key_means, store.tensors()["key_scales"]),
         (store.values(), values, store.tensors()["value_scales"]),
     ):
-        step = scales[:, :, :7].float()
+        step = scales[:, :, :7, :1].float()  # these are of one group, and have an offset beside it where they are int4
         wrong = (ours[:, :, :7] - truth).abs() / step.abs().clamp(min=1e-6)
         # There is one code less on the side opposite to the extreme.
-        is_clamped = truth / step.where(step != 0, 1.0) > 2 ** (bits - 1) - 0.5
+        is_clamped = (truth / step.where(step != 0, 1.0) > 2 ** (bits - 1) - 0.5) | (bits == 4)
         assert (wrong <= torch.where(is_clamped, 1.05, 0.55)).all()
         assert ours.isfinite().all()
 
@@ -250,7 +259,7 @@ def test_splice_of_codes_around_other_key_means_converts(attached_model: Models,
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_bytes_and_dtypes(dtype: torch.dtype) -> None:
     keys, values = torch.randn(1, 2, 50, 64).to(dtype), torch.randn(1, 2, 50, 64).to(dtype)
-    for bits, share in ((8, 66 / 128), (4, 34 / 128)):
+    for bits, share in ((8, 66 / 128), (4, (34 + 10) / 128)):
         store = BITS[bits](key_means=torch.randn(2, 64))
         store.allocate(keys, values, 50)
         store.write(torch.arange(50)[None, None], keys, values, torch.arange(50)[None, None])

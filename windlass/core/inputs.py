@@ -215,9 +215,10 @@ class Format(Enum):
 class PackedStates:
     """Keys or values of all slots: `data` (batch, kv_heads, slots, width) in a `format`.
 
-    A number of INT8 or INT4 is code * scale + mean: one scale for each slot and head, one mean for each channel (None:
-    0). Some slots are also held at full precision and are read from there: slot s at entry `ring_index[s]` of
-    `full_precision`, -1 for none.
+    A number of INT8 is code * scale + mean: one scale for each slot and head, one mean for each channel (None: 0). A
+    number of INT4 is code * scale + offset + mean: `scales` has, side by side, the scale and the offset of each `group`
+    channels, and the last group is short where they do not divide. Some slots are also held at full precision and are
+    read from there: slot s at entry `ring_index[s]` of `full_precision`, -1 for none.
 
     `last`: the number of channels at the end that count, as in values that are a part of their keys (None: all).
     """
@@ -229,6 +230,7 @@ class PackedStates:
     full_precision: Tensor | None = None  # (batch, kv_heads, entries, channels)
     ring_index: Tensor | None = None  # (batch, kv_heads, slots) int32
     last: int | None = None
+    group: int = 0  # channels of INT4 that share a scale and an offset, a power of two. 0: one scale for all
 
     @property
     def held_channels(self) -> int:
@@ -257,10 +259,14 @@ class PackedStates:
     def _held(self) -> Tensor:
         if self.scales is None:
             return self.data
-        codes = self.data
+        codes: Tensor = self.data
         if self.format is Format.INT4:
             codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
-        floats = codes.float() * self.scales.float()
+            spread = self.scales.float().unflatten(-1, (-1, 2)).repeat_interleave(self.group, -2)
+            scales, offsets = spread[..., : self.held_channels, :].unbind(-1)
+            floats: Tensor = codes.float() * scales + offsets
+        else:
+            floats = codes.float() * self.scales.float()
         if self.means is not None:
             floats = floats + self.means[:, None]
         if self.full_precision is None or self.ring_index is None:

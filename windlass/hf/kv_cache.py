@@ -134,7 +134,7 @@ class KVCache(ModelCache):
     `batch`: rows.
     `rollback`: tokens, fed in steps of their own, that can be rolled back in addition to the last step.
     `store`: "plain" stores keys and values in the model's dtype, "int8" in 0.52 of the bytes of bfloat16, "int4" in
-    0.27. "int4(sinks=4, newest=32)" keeps these tokens in full precision, too. The first low-bit cache of a model
+    0.34. "int4(sinks=4, newest=32)" keeps these tokens in full precision, too. The first low-bit cache of a model
     runs the model for 16 steps.
     `merge`: None drops an evicted token's content, "mean_count" averages it into the cached token with the most similar
     key, see `windlass.cache.merging`.

@@ -28,7 +28,7 @@ from windlass.core.parse import MAX_NUMBER, SYSTEM
 from windlass.core.positions import MAX_PLACE, Picture
 from windlass.policies import NAMES, WRAPPERS, Policy
 
-VERSION: Final = 11  # raised by every change that another version would misread. Older files are refused
+VERSION: Final = 12  # raised by every change that another version would misread. Older files are refused
 AGAIN: Final = "Make it again (`windlass cache MODEL TEXT --prompt-cache FILE`, or cache.save)"
 MAX_TEXT: Final = 4096  # characters of a name, a label or an option: labels hold names of files
 MAX_POLICY_NUMBER: Final = 2**62

@@ -258,13 +258,13 @@ def write_all(index: SlotIndex, writes: Writes) -> None:
     _slots_of(index).write_all(index, writes)
 
 
-def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+def encode(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
     """See `reference.encode`."""
-    if _is_compiled(states.device.type) and cpu_codes.can_encode(states, bits):
-        return cpu_codes.encode(states, means, bits)
+    if _is_compiled(states.device.type) and cpu_codes.can_encode(states, group):
+        return cpu_codes.encode(states, means, group)
     has_triton = _has_triton(states.device.type)
     backend = import_module("windlass.kernels.triton.slots") if has_triton else reference
-    codes, scales = backend.encode(states, means, bits)
+    codes, scales = backend.encode(states, means, group)
     return codes, scales
 
 

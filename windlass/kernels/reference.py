@@ -291,25 +291,34 @@ def write_all(index: SlotIndex, writes: Writes) -> None:
         write(states, index, new)
 
 
-def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes of 8 or 4 bits for `states` (batch, kv_heads, tokens, width), and their float16 scales (..., 1).
+def encode(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
+    """Codes for `states` (batch, kv_heads, tokens, width), and their float16 scales (batch, kv_heads, tokens, scales).
 
-    A number is about code * scale + mean, the mean (kv_heads, width) being that of its channel. The number of
-    largest magnitude gets the lowest code. Bytes are laid out as `Format.INT8` and `Format.INT4` say.
+    Codes of 4 bits have a scale and an offset, side by side, for each `group` channels, see `PackedStates`. The least
+    and the largest number of a group get the codes -8 and 7. Where `group` is 0, codes have 8 bits and one scale, and
+    the number of largest magnitude gets the lowest code. The mean (kv_heads, width) of its channel is subtracted from a
+    number first.
     """
     numbers = states.float()
     if means is not None:
         numbers = numbers - means.float()[:, None]
-    least = -(2 ** (bits - 1))
-    low, high = numbers.aminmax(dim=-1, keepdim=True)
-    most = torch.finfo(torch.float16).max
-    scales = (torch.where(-low > high, low, high) / least).clamp(-most, most).to(torch.float16)
-    divisors = scales.float()
-    codes = (numbers / divisors.where(divisors != 0, 1.0)).round().clamp(least, -least - 1)
-    if bits == 8:
+    width, most = numbers.shape[-1], torch.finfo(torch.float16).max
+    if not group:
+        low, high = numbers.aminmax(dim=-1, keepdim=True)
+        scales = (torch.where(-low > high, low, high) / -128).clamp(-most, most).to(torch.float16)
+        divisors = scales.float()
+        codes = (numbers / divisors.where(divisors != 0, 1.0)).round().clamp(-128, 127)
         return codes.to(torch.int8), scales
-    first, second = (codes + 8).to(torch.uint8).chunk(2, -1)
-    return first | second << 4, scales
+    groups = -(-width // group)
+    channels = torch.arange(groups * group, device=states.device).clamp(max=width - 1)  # the last one fills its group
+    blocks = numbers[..., channels].unflatten(-1, (groups, group))
+    low, high = (each.clamp(-7.5 * most, 7.5 * most) for each in blocks.aminmax(dim=-1, keepdim=True))
+    scales = ((high - low) / 15).clamp(-most, most).to(torch.float16)
+    divisors = scales.float()
+    offsets = ((low + high) * 0.5 + divisors * 0.5).clamp(-most, most).to(torch.float16)
+    codes = ((blocks - offsets.float()) / divisors.where(divisors != 0, 1.0)).round().clamp(-8, 7)
+    first, second = (codes.flatten(-2)[..., :width] + 8).to(torch.uint8).chunk(2, -1)
+    return first | second << 4, torch.cat((scales, offsets), -1).flatten(-2)
 
 
 def read(states: Tensor, index: SlotIndex) -> Tensor:
@@ -537,7 +546,7 @@ def _encoded(held: PackedStates, states: Tensor) -> tuple[Tensor, Tensor]:
     """States as `held` has others, and their scales, which are none of floats."""
     if held.format is Format.FLOAT:
         return states, states
-    return encode(states, held.means, 4 if held.format is Format.INT4 else 8)
+    return encode(states, held.means, held.group)
 
 
 def _place(store: RecallSlots, index: int) -> tuple[RecallPiece, int]:

@@ -16,19 +16,17 @@ KEY_MEANS: Final = "key_centres"  # as prompt-cache files call it, which must st
 
 
 class LowBit(Store):
-    """Keys and values as codes of 8 or 4 bits: 0.52 or 0.27 of the bytes of bfloat16.
+    """Keys and values as codes of 8 or 4 bits, and scales of these. `Int8` and `Int4` say how many.
 
-    A number is its code times the scale of its token and head. The channel of largest magnitude gets the lowest code,
-    so that all codes are in use. Where that channel is positive, the scale is negative. Keys are coded as their
-    difference from the mean key of the layer and head. They are held before RoPE, so that mean is one vector, wherever
-    a key stands in the text. The range of the difference is a third of the keys' range, or less in a model whose keys
-    have a bias.
+    Keys are coded as their difference from the mean key of the layer and head. They are held before RoPE, so that mean
+    is one vector, wherever a key stands in the text. The range of the difference is a third of the keys' range, or less
+    in a model whose keys have a bias.
 
     The first `sinks` tokens written to a row, and its `newest` ones, are kept in full precision as well and read from
     there, see `FullPrecisionRing`. A token counts as written even if `drop` frees it later.
 
-    Source: scales from the signed extreme, q4_0 of llama.cpp. Keys quantised before RoPE, Hooper et al. 2024
-    (arXiv:2401.18079). Differs: a constant mean is subtracted, in place of a scale per channel.
+    Source: keys quantised before RoPE, Hooper et al. 2024 (arXiv:2401.18079). Differs: a constant mean is subtracted,
+    in place of a scale per channel.
     """
 
     part_names = ("key_codes", "key_scales", "value_codes", "value_scales")
@@ -38,6 +36,9 @@ class LowBit(Store):
 
     bits: ClassVar[int]
     format: ClassVar[Format]
+    key_group: ClassVar[int] = 0
+    """Channels of a key that share a scale and an offset. 0: a key has one scale."""
+    value_group: ClassVar[int] = 0
 
     def __init__(self, sinks: int = 0, newest: int = 0, key_means: KeyMeans | None = None) -> None:
         super().__init__(FullPrecisionRing(sinks, newest))
@@ -69,10 +70,10 @@ class LowBit(Store):
                 raise UsageError(
                     f"store int4 packs two channels into a byte, but this model's {what} have {width}. Use store int8"
                 )
-        key_codes, key_scales = kernels.encode(keys, self._constants[KEY_MEANS], self.bits)
+        key_codes, key_scales = kernels.encode(keys, self._constants[KEY_MEANS], self.key_group)
         value_codes = value_scales = values.new_zeros(values.shape, dtype=torch.uint8)  # of no channels
         if values.shape[3]:
-            value_codes, value_scales = kernels.encode(values, None, self.bits)
+            value_codes, value_scales = kernels.encode(values, None, self.value_group)
         return {
             "key_codes": key_codes,
             "key_scales": key_scales,
@@ -81,20 +82,22 @@ class LowBit(Store):
         }
 
     def decode_keys(self, parts: Parts) -> SlotKeys:
-        held = PackedStates(parts["key_codes"], self.format, parts["key_scales"], self._means())
+        held = PackedStates(parts["key_codes"], self.format, parts["key_scales"], self._means(), group=self.key_group)
         return kernels.decode(held, self._constants[KEY_MEANS].dtype)
 
     def decode_values(self, parts: Parts) -> SlotValues:
-        held = PackedStates(parts["value_codes"], self.format, parts["value_scales"])
+        held = PackedStates(parts["value_codes"], self.format, parts["value_scales"], group=self.value_group)
         return kernels.decode(held, self._constants[KEY_MEANS].dtype)
 
     def packed_keys(self) -> PackedStates:
         codes, scales, ring = self._parts["key_codes"], self._parts["key_scales"], self.full_precision
-        return PackedStates(codes, self.format, scales, self._means(), ring.keys, ring.ring_index(self.slots))
+        in_ring = ring.ring_index(self.slots)
+        return PackedStates(codes, self.format, scales, self._means(), ring.keys, in_ring, group=self.key_group)
 
     def packed_values(self) -> PackedStates:
         codes, scales, ring = self._parts["value_codes"], self._parts["value_scales"], self.full_precision
-        return PackedStates(codes, self.format, scales, None, ring.values, ring.ring_index(self.slots))
+        in_ring = ring.ring_index(self.slots)
+        return PackedStates(codes, self.format, scales, None, ring.values, in_ring, group=self.value_group)
 
     def _means(self) -> KeyMeans:
         return self._constants[KEY_MEANS].float()
@@ -102,7 +105,13 @@ class LowBit(Store):
 
 @final
 class Int8(LowBit):
-    """Codes of 8 bits: 0.52 of the bytes of bfloat16."""
+    """Codes of 8 bits: 0.52 of the bytes of bfloat16.
+
+    A token and head has one scale. The channel of largest magnitude gets the lowest code, so that all codes are in use.
+    Where that channel is positive, the scale is negative.
+
+    Source: scales from the signed extreme, q4_0 of llama.cpp.
+    """
 
     bits = 8
     format = Format.INT8
@@ -110,10 +119,18 @@ class Int8(LowBit):
 
 @final
 class Int4(LowBit):
-    """Codes of 4 bits: 0.27 of the bytes of bfloat16."""
+    """Codes of 4 bits: 0.34 of the bytes of bfloat16.
+
+    Each 16 channels of a key and 32 of a value have a scale and an offset of their own.
+
+    Source: groups with a scale and a minimum, q4_1 of llama.cpp and Sheng et al. 2023 (arXiv:2303.06865). Differs: the
+    offset is the middle of the group, of which float16 loses less, and keys are centred first.
+    """
 
     bits = 4
     format = Format.INT4
+    key_group = 16
+    value_group = 32
 
 
 class Plain(Store):

@@ -5,8 +5,8 @@ from typing import Any
 from torch import Tensor
 
 # data, scales, means, channels read, the first of them, channels held, bytes of a slot, ring at full precision, index
-# into it, its entries, their format
-PackedStates = tuple[int, int, int, int, int, int, int, int, int, int, int]
+# into it, its entries, their format, and the logarithm of the channels of a group
+PackedStates = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
 
 def instruction_sets() -> str: ...
 def attend(
@@ -39,7 +39,8 @@ NewStates = tuple[int, int, int]
 # observed state, score, share, pool, whether it is the mean, budget, sinks, window
 RetainArguments = tuple[int, int, float, int, bool, int, int, int]
 
-# one line each: words and channels of keys, bytes and channels of values, their format
+# one line each: words and channels of keys, bytes and channels of values, their format, and the logarithms of the
+# channels of a group of keys and of values
 # the address of key means
 # per piece keys, key scales, values, value scales, and tiles
 # per piece of digests the largest, their scales, the least, their scales, and tiles, then the number of candidates
@@ -47,7 +48,7 @@ RetainArguments = tuple[int, int, float, int, bool, int, int, int]
 # cos, sin, pairs
 # pages, and the number of the state
 RecallArguments = tuple[
-    tuple[int, int, int, int, int],
+    tuple[int, int, int, int, int, int, int],
     int,
     list[tuple[int, int, int, int, int]],
     tuple[list[tuple[int, int, int, int, int]], int],
@@ -184,7 +185,7 @@ class Watch:
 
 def best_pages(
     sizes: tuple[int, int, int, int, int, int, int, int, int],
-    format: int,
+    format: tuple[int, int],
     queries: tuple[int, int],
     pieces: list[tuple[int, int, int]],
     digests: list[tuple[int, int, int, int, int]],

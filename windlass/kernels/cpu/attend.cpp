@@ -11,6 +11,7 @@
 #endif
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
@@ -282,16 +283,17 @@ class Kernel {
     bool has_laid_tables() const {
         const PackedStates &keys = call.keys;
         const int width = keys.channels;
-        if (!has_narrow_keys() || !call.near.keys || keys.full_precision || call.pairs % 32 || width % 32) return false;
+        if (!has_narrow_keys() || !call.near.keys || call.pairs % 32 || width % 32) return false;
+        if (F == Format::int4 && keys.group_bits != 4) return false;
         return F == Format::bfloat16 || (2 * call.pairs == width && keys.held == width && (width == 64 || width == 128));
     }
     // Whether values are added up as products in bfloat16.
     bool has_narrow_values() const {
 #if defined(__AVX512BF16__)
         const PackedStates &values = call.values;
-        const int whole = F == Format::int4 ? 64 : 32;  // the two halves of a row of int4 lie in one another
-        return (F == Format::bfloat16 || F == Format::int8 || F == Format::int4) &&
-               call.float_format == Format::bfloat16 && values.channels % 32 == 0 && values.held % whole == 0;
+        if (call.float_format != Format::bfloat16) return false;
+        if (F == Format::int4) return values.group_bits == 5 && values.first == 0 && values.held % 64 == 0;  // whole groups in each half
+        return (F == Format::bfloat16 || F == Format::int8) && values.channels % 32 == 0 && values.held % 32 == 0;
 #else
         return false;
 #endif
@@ -326,18 +328,18 @@ class Kernel {
         const std::uint8_t *keys = packed.data + place * packed.row_bytes;
         const Next next{{values.data + place * values.row_bytes, values.row_bytes},
                         {keys + ahead * std::ptrdiff_t(packed.row_bytes), packed.row_bytes}};
-        if (is_laid) {
+        if (is_laid && !has_full_precision(packed, place, count)) {
             const bool is_far = &branch == &call.far, has_steady = buffers.has_steady && !is_far;
             const int first = at % BLOCK;
             if (!has_steady) {
                 const float *tables = (is_far ? buffers.far_tables : buffers.tables) + first * 2 * pairs;
-                return with_turned_keys(place, head, tables, [&](auto turned) { multiply_keys(turned, from, count, next, buffers, out); });
+                return with_turned_keys(place, count, head, tables, [&](auto turned) { multiply_keys(turned, from, count, next, buffers, out); });
             }
             for (int j = 0, some; j < count; j += some) {  // as many as share a row
                 const int lane = (first + j) % STEADY;
                 some = STEADY - lane < count - j ? STEADY - lane : count - j;
                 turn_queries(row, head, (first + j) / STEADY, buffers);
-                with_turned_keys(place + j, head, buffers.steady + lane * 2 * pairs, [&](auto turned) {
+                with_turned_keys(place + j, some, head, buffers.steady + lane * 2 * pairs, [&](auto turned) {
                     multiply_keys(turned, (const std::uint16_t *)buffers.turned, some, next.from(j), buffers, out + j);
                 });
             }
@@ -352,6 +354,12 @@ class Kernel {
         }
     }
 
+    static bool has_full_precision(const PackedStates &packed, std::size_t place, int count) {
+        for (int j = 0; packed.full_precision && j < count; ++j)
+            if (packed.ring_index[place + j] >= 0) return true;
+        return false;
+    }
+
     // The queries of a kv head, rotated back by base number `base`.
     void turn_queries(int row, int head, int base, ThreadBuffers buffers) const {
         const float *from = unrounded_at(row, head * call.group());
@@ -360,14 +368,27 @@ class Kernel {
                       (std::uint16_t *)(buffers.turned + q * sizes.key_width));
     }
 
+    // `count` numbers of float16.
+    static float *widened(const std::uint16_t *from, int count, float *to) {
+        int i = 0;
+        for (; i + LANES <= count; i += LANES) store(to + i, Row<Format::float16>::lanes((const std::uint8_t *)(from + i), 0, 0));
+        for (; i < count; ++i) to[i] = from_half(from[i]);
+        return to;
+    }
+
     template <class Use>
-    void with_turned_keys(std::size_t place, int head, const float *tables, Use use) const {
+    void with_turned_keys(std::size_t place, int count, int head, const float *tables, Use use) const {
         if constexpr (F != Format::float32 && F != Format::float16) {
             const PackedStates &packed = call.keys;
             const std::uint8_t *rows = packed.data + place * packed.row_bytes;
-            const std::uint16_t *scales = packed.scales ? packed.scales + place : nullptr;
+            const std::uint16_t *held = packed.scales ? packed.scales + place * packed.slot_scales() : nullptr;
             const float *means = packed.means ? packed.means + std::size_t(head) * packed.held : nullptr;
             const int width = packed.channels;
+            alignas(64) float wide[F == Format::int4 ? BLOCK * 16 : 1];  // pairs of all slots, 8 groups of 16 channels at most
+            const auto scales = [&] {
+                if constexpr (F == Format::int4) return (const float *)widened(held, count * int(packed.slot_scales()), wide);
+                else return held;
+            }();
             const bool is_whole = 2 * call.pairs == width && packed.held == width;
             if (is_whole && width == 64) return use(TurnedKeys<F, 64>{rows, packed.row_bytes, width, call.pairs, tables, scales, means});
             if (is_whole && width == 128) return use(TurnedKeys<F, 128>{rows, packed.row_bytes, width, call.pairs, tables, scales, means});
@@ -451,10 +472,16 @@ class Kernel {
                    std::ptrdiff_t ahead, ThreadBuffers buffers, float *states) {
         const PackedStates &packed = call.values;
         if (packed.full_precision) add_full_precision(row, head, place, count, shared, buffers, states);
+        if constexpr (F == Format::int4) {
+#if defined(__AVX512BF16__)
+            if (has_narrow_values()) return add_narrow_groups(place, count, mask, shared, ahead, buffers, states);
+#endif
+            return add_groups(place, count, mask, shared, buffers, states);
+        }
         if (packed.scales)  // a value is code * scale: the codes are weighed by weight * scale
             weigh_scales(packed.scales + place, count, shared, buffers.near);
 #if defined(__AVX512BF16__)
-        if constexpr (F != Format::float32 && F != Format::float16)
+        if constexpr (F == Format::bfloat16 || F == Format::int8)
             if (has_narrow_values()) {
                 const PackedStates &keys = call.keys;
                 const NarrowValues values{packed.data + place * packed.row_bytes, packed.row_bytes, packed.first,
@@ -465,7 +492,66 @@ class Kernel {
             }
 #endif
         add_all_values<F>(buffers.near, shared, packed.data + place * packed.row_bytes, packed.row_bytes,
-                          packed.first, packed.held, count, mask.is_seen, states + MAX_LANES, sizes.partial_width);
+                          packed.first, packed.held, packed.held, count, mask.is_seen, states + MAX_LANES, sizes.partial_width);
+    }
+
+#if defined(__AVX512BF16__)
+    // As `add_groups`, two groups of 32 channels at a time.
+    void add_narrow_groups(std::size_t place, int count, const BlockMask &mask, int shared, std::ptrdiff_t ahead,
+                           ThreadBuffers buffers, float *states) {
+        const PackedStates &packed = call.values, &keys = call.keys;
+        const int groups = packed.held / 32;
+        const std::uint16_t *scales = packed.scales + place * packed.slot_scales();
+        Ahead next{keys.data + (std::ptrdiff_t(place) + ahead) * keys.row_bytes, keys.row_bytes};
+        GroupWeights weights;
+        for (int group = 0; group < groups / 2; ++group) {
+            const BlockPairs low(scales, groups, group, count), high(scales, groups, group + groups / 2, count);
+            const GroupedValues values{packed.data + place * packed.row_bytes + 32 * group, packed.row_bytes, count, mask.is_seen};
+            for (int first = 0; first < shared; first += 4, next.row_bytes = 0) {
+                const int some = std::min(4, shared - first);
+                float *low_sums = states + MAX_LANES + first * sizes.partial_width + 32 * group, *high_sums = low_sums + packed.held / 2;
+                for (int q = 0; q < some; ++q) {
+                    const float *own = buffers.near + (first + q) * BLOCK;
+                    weigh_group(own, low, weights.low[q], low_sums + q * sizes.partial_width);
+                    weigh_group(own, high, weights.high[q], high_sums + q * sizes.partial_width);
+                }
+                const auto add = [&](auto queries) {
+                    add_group_codes<queries.value>(weights, values, next, low_sums, high_sums, sizes.partial_width);
+                };
+                if (some == 4) add(std::integral_constant<int, 4>{});
+                if (some == 3) add(std::integral_constant<int, 3>{});
+                if (some == 2) add(std::integral_constant<int, 2>{});
+                if (some == 1) add(std::integral_constant<int, 1>{});
+            }
+        }
+    }
+#endif
+
+    // A value is code * scale + offset, of each group: its codes are weighed by weight * scale, and weight * offset is the
+    // same for all its channels. Overwrites `far`.
+    void add_groups(std::size_t place, int count, const BlockMask &mask, int shared, ThreadBuffers buffers, float *states) {
+        const PackedStates &packed = call.values;
+        const int groups = int(packed.slot_scales() / 2);
+        for (int group = packed.first >> packed.group_bits; group < groups; ++group) {
+            const int start = std::max(packed.first, group << packed.group_bits),
+                      end = std::min(packed.held, (group + 1) << packed.group_bits);
+            alignas(64) float scales[BLOCK] = {}, offsets[BLOCK] = {};
+            const std::uint16_t *pairs = packed.scales + 2 * (place * groups + group);
+            for (int j = 0; j < count; ++j, pairs += 2 * groups) scales[j] = from_half(pairs[0]), offsets[j] = from_half(pairs[1]);
+            float *sum = states + MAX_LANES + start - packed.first;
+            for (int q = 0; q < shared; ++q) {
+                Floats total{};
+                for (int j = 0; j < BLOCK; j += LANES) {
+                    const Floats weight = load<Floats>(buffers.near + q * BLOCK + j);
+                    store(buffers.far + q * BLOCK + j, weight * load<Floats>(scales + j));
+                    total += weight * load<Floats>(offsets + j);
+                }
+                const float of_offsets = sum_of(total);
+                for (int i = 0; i < end - start; ++i) sum[q * sizes.partial_width + i] += of_offsets;
+            }
+            add_all_values<F>(buffers.far, shared, packed.data + place * packed.row_bytes, packed.row_bytes, start, end, packed.held,
+                              count, mask.is_seen, sum, sizes.partial_width);
+        }
     }
 
     static void weigh_scales(const std::uint16_t *scales, int count, int shared, float *weights) {

@@ -8,8 +8,12 @@ namespace windlass {
 
 enum class Format : int { float32, bfloat16, float16, int8, int4 };
 
+// Scales of a token of so many channels: one, or a scale and an offset for each 1 << group_bits channels.
+inline int scales_of(int channels, int group_bits) { return group_bits ? 2 * (((channels - 1) >> group_bits) + 1) : 1; }
+
 // The keys or the values of a layer, (batch, kv_heads, slots, row_bytes), contiguous.
-// A number of int8 or int4 is code * scale + mean: one scale per slot and kv head, one mean per channel.
+// A number of int8 is code * scale + mean: one scale per slot and kv head, one mean per channel. A number of int4 is
+// code * scale + offset + mean: `scales` has both side by side, for each 1 << group_bits channels.
 // Meant are `channels` of the `held` ones, from `first` on: values may be a part of their keys.
 struct PackedStates {
     const std::uint8_t *data;
@@ -22,7 +26,9 @@ struct PackedStates {
     const std::int32_t *ring_index;      // (batch, kv_heads, slots)
     int ring_entries;
     Format ring_format;
+    int group_bits;
 
+    std::size_t slot_scales() const { return std::size_t(scales_of(held, group_bits)); }
     std::int32_t ring_entry(std::size_t slot) const { return full_precision ? ring_index[slot] : -1; }
 };
 
@@ -104,7 +110,7 @@ struct QueryMass {
 struct BestPages {
     struct Piece {
         const std::uint32_t *keys;    // (batch, kv_heads, tiles, words, 16)
-        const std::uint16_t *scales;  // (batch, kv_heads, tiles * 16), float16 (null unless low-bit)
+        const std::uint16_t *scales;  // (batch, kv_heads, tiles * 16, scales_of), float16 (null unless low-bit)
         int tiles;
     };
     struct Digests {
@@ -112,6 +118,7 @@ struct BestPages {
     };
     int batch, kv_heads, score_heads, queries_per_head, tokens, channels, words, kept, count;
     Format format;
+    int group_bits;                 // of keys
     const float *queries;           // (batch, kv_heads, queries_per_head, channels): of each member all tokens
     const bool *is_query;           // (batch, tokens)
     std::vector<Piece> pieces;     // one after the other
@@ -164,13 +171,14 @@ struct NewStates {
 struct Recall {
     struct Piece {
         std::uint32_t *keys;        // (batch, kv_heads, tiles, words, 16)
-        std::uint16_t *key_scales;  // (batch, kv_heads, tiles * 16), float16 (null unless low-bit)
+        std::uint16_t *key_scales;  // (batch, kv_heads, tiles * 16, scales_of), float16 (null unless low-bit)
         std::uint8_t *values;       // (batch, kv_heads, tiles * 16, value_bytes)
         std::uint16_t *value_scales;
         int tiles;
     };
     int words, channels, value_bytes, value_channels;
     Format format;       // of keys and values (the slots' own unless low-bit)
+    int key_group_bits, value_group_bits;
     const float *means;  // (kv_heads, channels), of keys (may be null)
     std::vector<Piece> pieces;
     std::vector<BestPages::Digests> digests;  // of pages
@@ -207,22 +215,23 @@ inline BestPages pages_call(const RecallStep &step, const Recall &store) {
     call.batch = step.batch, call.kv_heads = step.kv_heads, call.score_heads = step.score_heads;
     call.queries_per_head = step.heads / step.kv_heads, call.tokens = 1;
     call.channels = store.channels, call.words = store.words, call.kept = step.slots, call.count = store.count;
-    call.format = store.format;
+    call.format = store.format, call.group_bits = store.key_group_bits;
     for (const auto &piece : store.pieces) call.pieces.push_back({piece.keys, piece.key_scales, piece.tiles});
     call.positions = store.positions;
     if (store.candidates > 0) call.digests = store.digests, call.candidates = store.candidates;
     return call;
 }
 
-// Numbers that become codes of `bits` bits, as `PackedStates` says, and their scales.
+// Numbers that become codes of 4 bits, or of 8 bits where `group` is 0, as `PackedStates` says, and their scales.
 struct Encode {
-    int batch, kv_heads, tokens, width, bits;
+    int batch, kv_heads, tokens, width;
+    int group;  // channels that share a scale and an offset. 0: one scale for all
     Format float_format;
     const std::uint8_t *states;  // innermost dimension contiguous
     std::int64_t strides[3];     // of batch, kv_heads, tokens (in numbers)
     const float *means;          // (kv_heads, width), may be null
-    std::uint8_t *codes;         // (batch, kv_heads, tokens, width * bits / 8)
-    std::uint16_t *scales;       // (batch, kv_heads, tokens), float16
+    std::uint8_t *codes;         // (batch, kv_heads, tokens, width or width / 2)
+    std::uint16_t *scales;       // (batch, kv_heads, tokens, 1 or 2 * groups), float16
 };
 
 // A linear layer: inputs (tokens, in) by weights (out, in), all contiguous.
@@ -328,8 +337,8 @@ struct Scratch {
         partial_width = value_width + MAX_LANES;  // its maximum and its sum stand in front
         slot_width = padded(call.slots);
         std::size_t rows = std::size_t(call.batch) * call.heads * call.tokens;
-        std::size_t shared = std::size_t(call.group()) * call.tokens;
-        queries = rows * key_width * (call.has_far() ? 2 : 1);
+        std::size_t shared = (std::size_t(call.group()) * call.tokens + 3) / 4 * 4;  // a kernel multiplies four queries at once
+        queries = rows * key_width * (call.has_far() ? 2 : 1) + 3 * key_width;
         unrounded = call.is_steady ? rows * key_width : 0;
         turned = call.is_steady ? threads * shared * key_width : 0;
         partials = rows * pieces(call.slots) * partial_width;

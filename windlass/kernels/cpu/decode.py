@@ -36,6 +36,7 @@ from windlass.kernels.cpu.tensors import (
     FLOATS,
     address,
     format_of,
+    group_bits,
     linear_arguments,
     state_arguments,
     steady_arguments,
@@ -166,7 +167,7 @@ def _recall(store: RecallSlots) -> "_native.RecallArguments":
         turn = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
     positions = store.positions.data_ptr(), store.positions.shape[1], store.last_recalled.data_ptr()
     return (
-        (*sizes, format_of(keys.states)),
+        (*sizes, format_of(keys.states), group_bits(keys.states), group_bits(values)),
         address(keys.states.means),
         pieces,
         digests,

@@ -25,11 +25,11 @@ using namespace windlass;
 namespace {
 
 using PackedArguments = std::tuple<Address, Address, Address, int, int, int, std::size_t, Address, Address, int,
-                                   int>;
+                                   int, int>;
 
 PackedStates packed_states(const PackedArguments &from) {
     const auto &[data, scales, means, channels, first, held, row_bytes, full_precision, ring_index,
-                 ring_entries, ring_format] = from;
+                 ring_entries, ring_format, group_bits] = from;
     return {at<const std::uint8_t>(data),
             at<const std::uint16_t>(scales),
             at<const float>(means),
@@ -40,7 +40,8 @@ PackedStates packed_states(const PackedArguments &from) {
             at<const std::uint8_t>(full_precision),
             at<const std::int32_t>(ring_index),
             ring_entries,
-            Format(ring_format)};
+            Format(ring_format),
+            group_bits};
 }
 
 void rotate(std::tuple<int, int, int, int, int> sizes, int format, int float_format, PackedArguments from,
@@ -68,12 +69,12 @@ void rotate(std::tuple<int, int, int, int, int> sizes, int format, int float_for
 void encode(std::tuple<int, int, int, int, int> sizes, int float_format, Address states,
             std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, Address means, Address codes, Address scales,
             const std::string &instruction_set, int threads) {
-    const auto [batch, kv_heads, tokens, width, bits] = sizes;
+    const auto [batch, kv_heads, tokens, width, group] = sizes;
     const Encode call{batch,
                       kv_heads,
                       tokens,
                       width,
-                      bits,
+                      group,
                       Format(float_format),
                       at<const std::uint8_t>(states),
                       {std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)},
@@ -108,7 +109,7 @@ BestPages::Digests digests_of(const DigestArguments &from) {
             {at<const std::uint32_t>(least), at<const std::uint16_t>(least_scales), tiles}};
 }
 
-void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, int format,
+void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, std::pair<int, int> format,
                 std::pair<Address, Address> queries,
                 const std::vector<std::tuple<Address, Address, int>> &pieces,
                 const std::vector<DigestArguments> &digests, int candidates,
@@ -117,7 +118,7 @@ void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, i
     BestPages call{};
     std::tie(call.batch, call.kv_heads, call.score_heads, call.queries_per_head, call.tokens, call.channels, call.words,
              call.kept, call.count) = sizes;
-    call.format = Format(format);
+    call.format = Format(format.first), call.group_bits = format.second;
     call.queries = at<const float>(queries.first), call.is_query = at<const bool>(queries.second);
     for (const auto &[keys, scales, tiles] : pieces)
         call.pieces.push_back({at<const std::uint32_t>(keys), at<const std::uint16_t>(scales), tiles});
@@ -204,7 +205,7 @@ Retain retain_call(const Attend &call, RetainArguments from) {
 }
 
 using RecallArguments =
-    std::tuple<std::tuple<int, int, int, int, int>, Address, std::vector<std::tuple<Address, Address, Address, Address, int>>,
+    std::tuple<std::tuple<int, int, int, int, int, int, int>, Address, std::vector<std::tuple<Address, Address, Address, Address, int>>,
                std::pair<std::vector<DigestArguments>, int>, std::tuple<Address, std::int64_t, Address>,
                std::tuple<Address, Address, int>, std::pair<int, int>>;
 
@@ -212,7 +213,8 @@ Recall recall_store(const RecallArguments &from) {
     const auto &[sizes, means, pieces, digests, positions, turn, chosen] = from;
     int format;
     Recall store{};
-    std::tie(store.words, store.channels, store.value_bytes, store.value_channels, format) = sizes;
+    std::tie(store.words, store.channels, store.value_bytes, store.value_channels, format, store.key_group_bits,
+             store.value_group_bits) = sizes;
     store.format = Format(format), store.means = at<const float>(means);
     for (const auto &[keys, key_scales, values, value_scales, tiles] : pieces)
         store.pieces.push_back({at<std::uint32_t>(keys), at<std::uint16_t>(key_scales), at<std::uint8_t>(values),

@@ -109,6 +109,22 @@ struct RowKeys {
     }
 };
 
+// A slot of int4 whose groups have 16 channels each, WIDTH of them in all.
+template <int WIDTH>
+struct GroupedSlot {
+    const std::uint8_t *row;
+    const float *pairs, *means;
+
+    // The decoded numbers of a group stand in a table, out of which its codes choose.
+    [[gnu::always_inline]] Floats lanes(int i) const {
+        const Floats levels = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+        const Floats table = levels * pairs[i / 8] + pairs[i / 8 + 1];
+        const Ints codes = i < WIDTH / 2 ? wide_bytes(row + i) : wide_bytes(row + i - WIDTH / 2) >> 4;
+        const Floats v = (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)table);
+        return means ? v + load<Floats>(means + i) : v;
+    }
+};
+
 // Keys of which the first 2 * pairs channels are rotated by tables that are laid out for them. Of 32 bfloat16 in a vector
 // the even ones are float32 once they are shifted, and the odd ones once the even ones are cleared.
 // WIDTH: the width of keys whose rows lie one after the other, with all channels rotated (0: any, of bfloat16).
@@ -118,10 +134,11 @@ struct TurnedKeys {
     std::size_t some_row_bytes;
     int some_width, some_pairs;
     const float *tables;
-    const std::uint16_t *scales;
+    const std::conditional_t<F == Format::int4, float, std::uint16_t> *scales;
     const float *means;
     static constexpr std::size_t STRIDE = 2 * WIDTH;
     static constexpr bool IS_TURNED = true;
+    static constexpr int SCALES = F == Format::int4 ? WIDTH / 8 : 1;  // groups of 16
     static constexpr int ROW_BYTES = F == Format::bfloat16 ? 2 * WIDTH : F == Format::int8 ? WIDTH : WIDTH / 2;
 
     int width() const { return WIDTH ? WIDTH : some_width; }
@@ -129,15 +146,19 @@ struct TurnedKeys {
     TurnedKeys from(int key) const {
         TurnedKeys moved = *this;
         moved.rows += key * (WIDTH ? ROW_BYTES : some_row_bytes), moved.tables += key * 2 * pairs();
-        if (F != Format::bfloat16) moved.scales += key;
+        if (F != Format::bfloat16) moved.scales += key * SCALES;
         return moved;
     }
     template <class Use>
     [[gnu::always_inline]] void each(int key, Use use) const {
         const std::uint8_t *row = rows + key * (WIDTH ? ROW_BYTES : some_row_bytes);
         const float *table = tables + key * 2 * pairs();
-        Slot<F> slot{row, width(), 1.0f, means};
-        if constexpr (F != Format::bfloat16) slot.scale = from_half(scales[key]);
+        const auto slot = [&] {
+            if constexpr (F == Format::int4)
+                return GroupedSlot<WIDTH>{row, scales + key * SCALES, means};
+            else
+                return Slot<F>{row, width(), F == Format::bfloat16 ? 1.0f : from_half(scales[key]), means};
+        }();
 #pragma GCC unroll 4
         for (int i = 0; i < pairs(); i += 32, table += 64) {
             const Floats c[2] = {once(load<Floats>(table)), once(load<Floats>(table + 16))},
@@ -245,7 +266,7 @@ template <class Keys>
 void multiply_all_narrow(const std::uint16_t *queries, std::size_t stride, int queries_count, const Keys &keys, int count,
                          Next next, float *out) {
     int q = 0;
-    for (; q + 4 <= queries_count; q += 4, next = Next{})
+    for (; q + 3 <= queries_count; q += 4, next = Next{})  // three count as four, of which nobody reads the last
         multiply_narrow<4>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
     for (; q + 2 <= queries_count; q += 2, next = Next{})
         multiply_narrow<2>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
@@ -268,22 +289,13 @@ void lay_rows(const Keys &keys, int count, std::uint16_t *rows) {
     for (int i = count * keys.width(); i < 16 * keys.width(); i += 32) _mm512_storeu_si512(rows + i, __m512i{});
 }
 
-// 32 numbers of a slot, from channel i on, as bfloat16, in which codes of low bits are exact.
+// 32 numbers of a slot, from channel i on, as bfloat16, in which codes of int8 are exact.
 template <Format F>
 inline __m512i numbers_of(const std::uint8_t *row, int i, int channels) {
-    if constexpr (F == Format::bfloat16) {
+    if constexpr (F == Format::bfloat16)
         return once(_mm512_loadu_si512(row + 2 * i));
-    } else if constexpr (F == Format::int8) {
+    else
         return rounded(Row<F>::lanes(row, i, channels), Row<F>::lanes(row, i + 16, channels));
-    } else {
-        const bool is_low = i < channels / 2;
-        const __m512i bytes = _mm512_cvtepu8_epi16(
-            _mm256_loadu_si256((const __m256i *)(row + (is_low ? i : i - channels / 2))));
-        const __m512i level = rounded(Floats{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7},
-                                      Floats{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7});
-        // Of an index the lowest five bits count, and the levels stand there twice.
-        return _mm512_permutexvar_epi16(is_low ? bytes : _mm512_srli_epi16(bytes, 4), level);
-    }
 }
 
 // The values of a block as they lie in memory, from channel `first` on.
@@ -352,5 +364,91 @@ void add_all_narrow(float *weights, int queries, const NarrowValues &values, int
         add_narrow<F, 2>(weights + q * BLOCK / 2, values, channels, ahead, sum + q * sum_stride, sum_stride);
     for (; q < queries; ++q, ahead.row_bytes = 0)
         add_narrow<F, 1>(weights + q * BLOCK / 2, values, channels, ahead, sum + q * sum_stride, sum_stride);
+}
+
+// Values of int4 in groups of 32 channels: 32 bytes of each slot, whose low halves are one group and whose high halves
+// are another.
+struct GroupedValues {
+    const std::uint8_t *rows;
+    std::size_t row_bytes;
+    int count;
+    const bool *is_seen;
+};
+// Weights of a block times scales, rounded to bfloat16, for a group of the low and one of the high halves.
+struct GroupWeights {
+    alignas(64) std::uint16_t low[4][BLOCK], high[4][BLOCK];
+};
+constexpr float CODE_OFFSET = 24;  // codes are counted from 16 to 31, which are 16 with other lowest bits
+
+// Adds the weighted codes of two groups to the sums of each query. Sums of code 0 are subtracted by others.
+template <int QUERIES>
+void add_group_codes(const GroupWeights &weights, GroupedValues values, Ahead ahead, float *low_sums, float *high_sums, std::size_t sum_stride) {
+    const __m512i bits = _mm512_set1_epi16(0x78), sixteen = _mm512_set1_epi16(0x4180);
+    const auto coded = [&](__m512i shifted) __attribute__((always_inline)) {
+        return (__m512bh)_mm512_ternarylogic_epi32(shifted, bits, sixteen, 0xea);  // shifted & bits | sixteen
+    };
+    Floats low[QUERIES][2] = {}, high[QUERIES][2] = {};
+    const auto add = [&](const std::uint8_t *row, const std::uint8_t *next, int pair) __attribute__((always_inline)) {
+        const __m256i x = _mm256_loadu_si256((const __m256i *)row), y = _mm256_loadu_si256((const __m256i *)next);
+        const __m512i bytes[2] = {_mm512_cvtepu8_epi16(_mm256_unpacklo_epi8(x, y)), _mm512_cvtepu8_epi16(_mm256_unpackhi_epi8(x, y))};
+        const auto both = [&](const std::uint16_t *of_query) __attribute__((always_inline)) {
+            float word;
+            __builtin_memcpy(&word, of_query + 2 * pair, 4);
+            return (__m512bh)all(word);
+        };
+        for (int v = 0; v < 2; ++v) {
+            const __m512bh low_codes = coded(_mm512_slli_epi16(bytes[v], 3)), high_codes = coded(_mm512_srli_epi16(bytes[v], 1));
+            for (int q = 0; q < QUERIES; ++q) {
+                low[q][v] = dot(low[q][v], both(weights.low[q]), low_codes);
+                high[q][v] = dot(high[q][v], both(weights.high[q]), high_codes);
+            }
+        }
+    };
+    for (int j = 0; j < values.count; j += LANES) {
+        ahead.fetch(j + 8, j + 16);
+        if (!values.is_seen[j / LANES]) continue;
+        const std::uint8_t *row = values.rows + j * values.row_bytes;
+        const int left = values.count - j < LANES ? values.count - j : LANES;
+        int i = 0;
+        for (; i + 2 <= left; i += 2, row += 2 * values.row_bytes) add(row, row + values.row_bytes, (j + i) / 2);
+        if (i < left) add(row, row, (j + i) / 2);  // the slot after it has weight 0
+    }
+    const auto add_to = [](float *sum, const Floats (&found)[2]) {
+        const __m512 a = (__m512)found[0], b = (__m512)found[1];  // channels 0 to 7 and 16 to 23, and the others
+        store(sum, load<Floats>(sum) + (Floats)_mm512_shuffle_f32x4(a, b, 0x44));
+        store(sum + 16, load<Floats>(sum + 16) + (Floats)_mm512_shuffle_f32x4(a, b, 0xee));
+    };
+    for (int q = 0; q < QUERIES; ++q) add_to(low_sums + q * sum_stride, low[q]), add_to(high_sums + q * sum_stride, high[q]);
+}
+
+// The scales and the offsets of a block's slots in one group, 0 behind the last slot.
+struct BlockPairs {
+    alignas(64) float scales[BLOCK], offsets[BLOCK];
+
+    BlockPairs(const std::uint16_t *rows, int groups, int group, int count) {
+        int j = 0;
+        for (; j + LANES <= count; j += LANES) {
+            const GroupPairs pairs(rows + 2 * j * groups, groups, group);
+            store(scales + j, pairs.scales), store(offsets + j, pairs.offsets);
+        }
+        for (; j < BLOCK; ++j) {
+            const std::uint16_t *pair = rows + 2 * (j * groups + group);
+            scales[j] = j < count ? from_half(pair[0]) : 0, offsets[j] = j < count ? from_half(pair[1]) : 0;
+        }
+    }
+};
+// Writes weights * scales, and adds what a number has whose code is 0: weights * offsets, less CODE_OFFSET.
+inline void weigh_group(const float *weights, const BlockPairs &pairs, std::uint16_t *out, float *sum) {
+    Floats of_offsets{}, of_scales{};
+    const __m512bh ones = (__m512bh)_mm512_set1_epi16(0x3f80);
+    for (int j = 0; j < BLOCK; j += 32) {
+        const Floats a = load<Floats>(weights + j), b = load<Floats>(weights + j + 16);
+        const __m512i narrow = rounded(a * load<Floats>(pairs.scales + j), b * load<Floats>(pairs.scales + j + 16));
+        _mm512_store_si512(out + j, narrow);
+        of_scales = dot(of_scales, (__m512bh)narrow, ones);
+        of_offsets += a * load<Floats>(pairs.offsets + j) + b * load<Floats>(pairs.offsets + j + 16);
+    }
+    const float more = sum_of(of_offsets - CODE_OFFSET * of_scales);
+    for (int i = 0; i < 32; i += 16) store(sum + i, load<Floats>(sum + i) + more);
 }
 #endif

@@ -68,14 +68,15 @@ void add_values(const float *weights, const std::uint8_t *values, std::size_t ro
     for (int q = 0; q < QUERIES; ++q)
         for (int v = 0; v < VECTORS; ++v) store(sum + q * sum_stride + v * LANES, sums_of[q][v]);
 }
-// The sums of the channels from `from` on.
+// The sums of the channels from `from` to `to`.
 template <Format F, int QUERIES>
-void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int from,
+void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int from, int to,
                 int channels, int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
     constexpr int MAX_VECTORS = LANES == 16 ? 4 : 2;  // as many as the registers hold
     int i = from;
     // The two halves of a row of int4 are interleaved, and no vector spans both.
-    for (const int edge : {F == Format::int4 ? channels / 2 : channels, channels}) {
+    const int middle = channels / 2;
+    for (const int edge : {F == Format::int4 && middle < to ? middle : to, to}) {
         for (; i + MAX_VECTORS * LANES <= edge; i += MAX_VECTORS * LANES)
             add_values<F, QUERIES, MAX_VECTORS>(weights, values, row_bytes, channels, count, is_seen, i,
                                                 sum + (i - from), sum_stride);
@@ -94,16 +95,16 @@ void add_values(const float *weights, const std::uint8_t *values, std::size_t ro
 }
 template <Format F>
 void add_all_values(const float *weights, int queries, const std::uint8_t *values, std::size_t row_bytes,
-                    int from, int channels, int count, const bool *is_seen, float *sum,
+                    int from, int to, int channels, int count, const bool *is_seen, float *sum,
                     std::size_t sum_stride) {
     int q = 0;
     for (; q + 4 <= queries; q += 4)
-        add_values<F, 4>(weights + q * BLOCK, values, row_bytes, from, channels, count, is_seen,
+        add_values<F, 4>(weights + q * BLOCK, values, row_bytes, from, to, channels, count, is_seen,
                          sum + q * sum_stride, sum_stride);
     for (; q + 2 <= queries; q += 2)
-        add_values<F, 2>(weights + q * BLOCK, values, row_bytes, from, channels, count, is_seen,
+        add_values<F, 2>(weights + q * BLOCK, values, row_bytes, from, to, channels, count, is_seen,
                          sum + q * sum_stride, sum_stride);
     for (; q < queries; ++q)
-        add_values<F, 1>(weights + q * BLOCK, values, row_bytes, from, channels, count, is_seen,
+        add_values<F, 1>(weights + q * BLOCK, values, row_bytes, from, to, channels, count, is_seen,
                          sum + q * sum_stride, sum_stride);
 }

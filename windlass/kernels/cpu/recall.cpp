@@ -52,9 +52,7 @@ struct Word<Format::float16> {
     static constexpr int COUNT = 2;
     static int channel(int word, int i, int) { return 2 * word + i; }
     static Floats level(Words w, int i) {
-        const Words h = i == 0 ? w & 0xffffu : w >> 16;
-        const Floats magnitude = bits_of((h & 0x7fffu) << 13) * 0x1p112f;
-        return bits_of((Words)magnitude | ((h & 0x8000u) << 16));
+        return from_halves(i == 0 ? w & 0xffffu : w >> 16);
     }
 };
 template <>
@@ -82,7 +80,14 @@ float of_word(const float *query, int word, int i, int channels) {
 }
 
 typedef Floats Products[TILES][QUERIES][PARTS];
-typedef const std::uint32_t *Keys[TILES];
+
+// Keys of 16 tokens, and which of these may be read.
+struct Tile {
+    const std::uint32_t *keys;
+    const std::uint16_t *scales;  // token by token (null unless low-bit)
+    const std::uint8_t *allowed;
+};
+typedef Tile Tiles[TILES];
 
 // The step of which a query's numbers are multiples.
 inline float step_of(const float *query, int channels) {
@@ -95,25 +100,28 @@ inline int whole(float number, float step) { return int(std::lrint(number / step
 // Queries (count, channels) of a kv head: rounded where keys are codes, and then in multiples of `units`.
 struct QueryRows {
     const float *numbers;
-    int count, channels, words;
+    int count, channels, words, group_bits;
     std::vector<float> units;
 };
 template <Format F>
-QueryRows query_rows(const float *numbers, int count, int channels, int words) {
-    QueryRows rows{numbers, count, channels, words, std::vector<float>(count, 1.0f)};
+QueryRows query_rows(const float *numbers, int count, const BestPages &call) {
+    const int channels = call.channels;
+    QueryRows rows{numbers, count, channels, call.words, call.group_bits, std::vector<float>(count, 1.0f)};
     if (F == Format::int8 || F == Format::int4)
         for (int q = 0; q < count; ++q) rows.units[q] = step_of(numbers + q * channels, channels);
     return rows;
 }
 
-// The queries of one kv head, and the sums of their products with the codes of some tiles.
+// The queries of one kv head, and the sums of their products with the codes of some tiles. Codes of int4 count with
+// their scales and offsets.
 template <Format F>
 class Sums {
     typedef Word<F> W;
 
   public:
     static constexpr Format FORMAT = F;
-    explicit Sums(const QueryRows &rows) : words(rows.words), numbers(rows.count * words * W::COUNT) {
+    explicit Sums(const QueryRows &rows)
+        : words(rows.words), channels(rows.channels), group_bits(rows.group_bits), numbers(rows.count * words * W::COUNT) {
         const bool is_code = F == Format::int8 || F == Format::int4;
         for (int q = 0; q < rows.count; ++q)
             for (int w = 0; w < words; ++w)
@@ -122,73 +130,71 @@ class Sums {
                     numbers[(q * words + w) * W::COUNT + i] = is_code ? whole(number, rows.units[q]) : number;
                 }
     }
-    void of(const Keys &tiles, const Keys &, int first, Products &sums) const {
+    void of(const Tiles &tiles, const Tiles &, int first, Products &sums) const {
         const float *query = numbers.data() + std::size_t(first) * words * W::COUNT;
         for (int t = 0; t < TILES; ++t) {
-            const std::uint32_t *tile = tiles[t];
+            const std::uint32_t *tile = tiles[t].keys;
             for (auto &each : sums[t])
                 for (auto &part : each) part = Floats{};
+            std::vector<GroupPairs> pairs;  // of all groups, for each part
+            const int groups = scales_of(channels, group_bits) / 2;
+            for (int p = 0; F == Format::int4 && p < PARTS; ++p)
+                for (int g = 0; g < groups; ++g) pairs.emplace_back(tiles[t].scales + p * LANES * 2 * groups, groups, g);
             for (int w = 0; w < words; ++w)
-                for (int i = 0; i < W::COUNT; ++i)
+                for (int i = 0; i < W::COUNT; ++i) {
+                    const int channel = W::channel(w, i, channels);
+                    if (F == Format::int4 && channel < 0) continue;
                     for (int p = 0; p < PARTS; ++p) {
-                        const Floats level = W::level(load<Words>(tile + w * TILE + p * LANES), i);
+                        Floats level = W::level(load<Words>(tile + w * TILE + p * LANES), i);
+                        if constexpr (F == Format::int4) {
+                            const GroupPairs &own = pairs[p * groups + (channel >> group_bits)];
+                            level = level * own.scales + own.offsets;
+                        }
                         for (int q = 0; q < QUERIES; ++q)
                             sums[t][q][p] = sums[t][q][p] + level * query[(q * words + w) * W::COUNT + i];
                     }
+                }
         }
     }
 
   private:
-    int words;
+    int words, channels, group_bits;
     std::vector<float> numbers;
 };
 
 #if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
 #define WINDLASS_CODE_SUMS
-// Codes times whole numbers.
-template <Format F>
+// Codes of int8 times whole numbers.
 class CodeSums {
-    static constexpr bool IS_INT4 = F == Format::int4;
-    static constexpr int HALVES = IS_INT4 ? 2 : 1;
-
   public:
-    static constexpr Format FORMAT = F;
+    static constexpr Format FORMAT = Format::int8;
     explicit CodeSums(const QueryRows &rows)
-        : words(rows.words), numbers(std::size_t(rows.count) * words * HALVES), offsets(rows.count) {
+        : words(rows.words), numbers(std::size_t(rows.count) * words), offsets(rows.count) {
         for (int q = 0; q < rows.count; ++q) {
             const float *query = rows.numbers + q * rows.channels;
             for (int w = 0; w < words; ++w)
-                for (int h = 0; h < HALVES; ++h)
-                    for (int i = 0; i < 4; ++i) {
-                        const int number = whole(of_word<F>(query, w, IS_INT4 ? 2 * i + h : i, rows.channels), rows.units[q]);
-                        ((std::int8_t *)(numbers.data() + (q * words + w) * HALVES + h))[i] = std::int8_t(number);
-                        offsets[q] += number * OFFSET;
-                    }
+                for (int i = 0; i < 4; ++i) {
+                    const int number = whole(of_word<FORMAT>(query, w, i, rows.channels), rows.units[q]);
+                    ((std::int8_t *)(numbers.data() + q * words + w))[i] = std::int8_t(number);
+                    offsets[q] += number * OFFSET;
+                }
         }
     }
 #if defined(__AVX512VNNI__)
-    void of(const Keys &tiles, const Keys &next, int first, Products &sums) const {
-        const int stride = words * HALVES;
-        const std::int32_t *query = numbers.data() + std::size_t(first) * stride;
+    void of(const Tiles &tiles, const Tiles &next, int first, Products &sums) const {
+        const std::int32_t *query = numbers.data() + std::size_t(first) * words;
         __m512i totals[TILES][QUERIES];
         for (auto &each : totals)
             for (auto &total : each) total = _mm512_setzero_si512();
         for (int w = 0; w < words; ++w) {
-            __m512i word[TILES];
+            __m512i codes[TILES];
             for (int t = 0; t < TILES; ++t) {
-                word[t] = _mm512_loadu_si512(tiles[t] + w * TILE);
-                __builtin_prefetch(next[t] + w * TILE);  // tiles are too short to foresee
+                codes[t] = _mm512_xor_si512(_mm512_loadu_si512(tiles[t].keys + w * TILE), _mm512_set1_epi8(char(0x80)));
+                __builtin_prefetch(next[t].keys + w * TILE);  // tiles are too short to foresee
             }
-            for (int h = 0; h < HALVES; ++h) {
-                __m512i codes[TILES];
-                for (int t = 0; t < TILES; ++t)
-                    codes[t] = IS_INT4 ? _mm512_and_si512(h == 0 ? word[t] : _mm512_srli_epi32(word[t], 4),
-                                                          _mm512_set1_epi8(15))
-                                       : _mm512_xor_si512(word[t], _mm512_set1_epi8(char(0x80)));
-                for (int q = 0; q < QUERIES; ++q) {
-                    const __m512i number = _mm512_set1_epi32(query[q * stride + w * HALVES + h]);
-                    for (int t = 0; t < TILES; ++t) totals[t][q] = _mm512_dpbusd_epi32(totals[t][q], codes[t], number);
-                }
+            for (int q = 0; q < QUERIES; ++q) {
+                const __m512i number = _mm512_set1_epi32(query[q * words + w]);
+                for (int t = 0; t < TILES; ++t) totals[t][q] = _mm512_dpbusd_epi32(totals[t][q], codes[t], number);
             }
         }
         for (int t = 0; t < TILES; ++t)
@@ -198,55 +204,119 @@ class CodeSums {
             }
     }
 #else
-    void of(const Keys &tiles, const Keys &next, int first, Products &sums) const {
-        const int stride = words * HALVES;
-        const std::int32_t *query = numbers.data() + std::size_t(first) * stride;
+    void of(const Tiles &tiles, const Tiles &next, int first, Products &sums) const {
+        const std::int32_t *query = numbers.data() + std::size_t(first) * words;
         for (int t = 0; t < TILES; ++t)
             for (int p = 0; p < PARTS; ++p) {
-                const std::uint32_t *tile = tiles[t] + p * LANES;
+                const std::uint32_t *tile = tiles[t].keys + p * LANES;
                 __m256i totals[QUERIES];
                 for (__m256i &total : totals) total = _mm256_setzero_si256();
-                for (int w = 0; w < words; w += FOLD) {
-                    __m256i pairs[QUERIES];  // sums of 16 bits
-                    for (__m256i &pair : pairs) pair = _mm256_setzero_si256();
-                    for (int v = w; v < std::min(w + FOLD, words); ++v) {
-                        const __m256i word = _mm256_loadu_si256((const __m256i *)(tile + v * TILE));
-                        if (p == 0) __builtin_prefetch(next[t] + v * TILE);
-                        for (int h = 0; h < HALVES; ++h) {
-                            const __m256i shifted = h == 0 ? word : _mm256_srli_epi32(word, 4);
-                            const __m256i codes = IS_INT4 ? _mm256_and_si256(shifted, _mm256_set1_epi8(15)) : word;
-                            for (int q = 0; q < QUERIES; ++q)
-                                pairs[q] = _mm256_add_epi16(
-                                    pairs[q], product(codes, _mm256_set1_epi32(query[q * stride + v * HALVES + h])));
-                        }
+                for (int w = 0; w < words; ++w) {
+                    const __m256i codes = _mm256_loadu_si256((const __m256i *)(tile + w * TILE));
+                    if (p == 0) __builtin_prefetch(next[t].keys + w * TILE);
+                    for (int q = 0; q < QUERIES; ++q) {
+                        // Codes give their sign to the other factor. Two products of 2 * 128 * 127 fit into 16 bits.
+                        const __m256i number = _mm256_set1_epi32(query[q * words + w]);
+                        const __m256i pair = _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(number, codes));
+                        totals[q] = _mm256_add_epi32(totals[q], _mm256_madd_epi16(pair, _mm256_set1_epi16(1)));
                     }
-                    for (int q = 0; q < QUERIES; ++q)
-                        totals[q] = _mm256_add_epi32(totals[q], _mm256_madd_epi16(pairs[q], _mm256_set1_epi16(1)));
                 }
-                for (int q = 0; q < QUERIES; ++q)
-                    sums[t][q][p] =
-                        (Floats)_mm256_cvtepi32_ps(_mm256_sub_epi32(totals[q], _mm256_set1_epi32(offsets[first + q])));
+                for (int q = 0; q < QUERIES; ++q) sums[t][q][p] = (Floats)_mm256_cvtepi32_ps(totals[q]);
             }
     }
 #endif
 
   private:
 #if defined(__AVX512VNNI__)
-    static constexpr int OFFSET = IS_INT4 ? 8 : 128;  // which codes are too large by, to have no sign
+    static constexpr int OFFSET = 128;  // which codes are too large by, to have no sign
 #else
-    static constexpr int OFFSET = IS_INT4 ? 8 : 0;
-    // Words whose products 16 bits hold: a pair of int4 is 2 * 15 * 127 at most, a pair of int8 2 * 128 * 127.
-    static constexpr int FOLD = IS_INT4 ? 4 : 1;
-
-    // Sums of two neighbours each. One factor has no sign: int4 codes have none, int8 codes give theirs to the other.
-    static __m256i product(__m256i codes, __m256i number) {
-        if (IS_INT4) return _mm256_maddubs_epi16(codes, number);
-        return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(number, codes));
-    }
+    static constexpr int OFFSET = 0;
 #endif
     int words;
-    std::vector<std::int32_t> numbers;  // (queries, words, halves), four to each
+    std::vector<std::int32_t> numbers;  // (queries, words), four to each
     std::vector<std::int32_t> offsets;
+};
+
+// Codes of int4 times whole numbers, in groups of 16 channels, which four words have in one half of their bits. Both
+// halves are whole groups.
+class GroupSums {
+    static constexpr int GROUP_WORDS = 4;
+
+  public:
+    static constexpr Format FORMAT = Format::int4;
+    static bool knows(const BestPages &call) { return call.group_bits == 4 && call.channels % 32 == 0; }
+
+    explicit GroupSums(const QueryRows &rows)
+        : groups(rows.words / GROUP_WORDS * 2), numbers(std::size_t(rows.count) * groups * GROUP_WORDS), totals(std::size_t(rows.count) * groups) {
+        for (int q = 0; q < rows.count; ++q)
+            for (int c = 0; c < rows.channels; ++c) {
+                const int number = whole(rows.numbers[q * rows.channels + c], rows.units[q]);
+                ((std::int8_t *)(numbers.data() + std::size_t(q) * groups * GROUP_WORDS))[c] = std::int8_t(number);
+                totals[q * groups + c / 16] += float(number);
+            }
+    }
+    void of(const Tiles &tiles, const Tiles &next, int first, Products &sums) const {
+        for (auto &tile : sums)
+            for (auto &each : tile)
+                for (auto &part : each) part = Floats{};
+        for (int w = 0; w < groups / 2; ++w)
+            for (int t = 0; t < TILES; ++t) {
+                const std::uint32_t *words = tiles[t].keys + w * GROUP_WORDS * TILE;
+                for (int i = 0; i < GROUP_WORDS; ++i) __builtin_prefetch(next[t].keys + (w * GROUP_WORDS + i) * TILE);
+                for (const int group : {w, w + groups / 2}) {
+                    __builtin_prefetch(next[t].scales + group * 2 * TILE);
+                    for (int p = 0; p < PARTS; ++p) {
+                        const GroupPairs pairs(tiles[t].scales + p * LANES * 2 * groups, groups, group);
+                        const Codes codes(words + p * LANES, group == w ? 0 : 4);
+                        const Floats rest = pairs.offsets - 8.0f * pairs.scales;  // codes are too large by 8
+                        for (int q = 0; q < QUERIES; ++q) {
+                            const std::size_t at = std::size_t(first + q) * groups + group;
+                            sums[t][q][p] += pairs.scales * codes.times(numbers.data() + at * GROUP_WORDS) + rest * totals[at];
+                        }
+                    }
+                }
+            }
+    }
+
+  private:
+    // A group of LANES tokens, without signs.
+#if defined(__AVX512VNNI__)
+    struct Codes {
+        __m512i words[GROUP_WORDS];
+
+        [[gnu::always_inline]] Codes(const std::uint32_t *from, int shift) {
+            for (int i = 0; i < GROUP_WORDS; ++i) {
+                const __m512i word = _mm512_loadu_si512(from + i * TILE);
+                words[i] = _mm512_and_si512(shift ? _mm512_srli_epi32(word, 4) : word, _mm512_set1_epi8(15));
+            }
+        }
+        [[gnu::always_inline]] Floats times(const std::int32_t *query) const {
+            __m512i total = _mm512_setzero_si512();
+            for (int i = 0; i < GROUP_WORDS; ++i) total = _mm512_dpbusd_epi32(total, words[i], _mm512_set1_epi32(query[i]));
+            return (Floats)_mm512_cvtepi32_ps(total);
+        }
+    };
+#else
+    struct Codes {
+        __m256i words[GROUP_WORDS];
+
+        [[gnu::always_inline]] Codes(const std::uint32_t *from, int shift) {
+            for (int i = 0; i < GROUP_WORDS; ++i) {
+                const __m256i word = _mm256_loadu_si256((const __m256i *)(from + i * TILE));
+                words[i] = _mm256_and_si256(shift ? _mm256_srli_epi32(word, 4) : word, _mm256_set1_epi8(15));
+            }
+        }
+        [[gnu::always_inline]] Floats times(const std::int32_t *query) const {
+            __m256i pairs = _mm256_setzero_si256();  // of 16 bits: 4 * 2 * 15 * 127 at most
+            for (int i = 0; i < GROUP_WORDS; ++i)
+                pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(words[i], _mm256_set1_epi32(query[i])));
+            return (Floats)_mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        }
+    };
+#endif
+    int groups;
+    std::vector<std::int32_t> numbers;  // (queries, groups, words of a group), four to each
+    std::vector<float> totals;          // (queries, groups): sums of these
 };
 #endif
 
@@ -297,11 +367,6 @@ class Best {
         int from, to;                           // tiles of the piece
         std::int64_t start;  // of the piece, in tokens, or in pages
     };
-    struct Tile {
-        const std::uint32_t *keys;
-        const std::uint16_t *scales;
-        const std::uint8_t *allowed;
-    };
     const BestPages &call;
     const int rows, padded;
     const std::int64_t slots, pages;
@@ -335,7 +400,7 @@ class Best {
         for (int row = 0; row < rows; ++row) {
             const std::size_t count = std::size_t(call.queries_per_head) * call.channels;
             std::copy_n(call.queries + row * count, count, queries.begin());
-            QueryRows own = query_rows<S::FORMAT>(queries.data(), padded, call.channels, call.words);
+            QueryRows own = query_rows<S::FORMAT>(queries.data(), padded, call);
             sums.emplace_back(own), units.push_back(own.units);
             if (!call.has_digests()) continue;
             own.numbers = part.data();
@@ -374,25 +439,26 @@ class Best {
         }
     }
 
-    static Tile tile_of(const BestPages::Piece &piece, std::int64_t at, int words, const std::uint8_t *allowed) {
-        return {piece.keys + at * words * TILE, piece.scales ? piece.scales + at * TILE : nullptr, allowed};
+    Tile tile_of(const BestPages::Piece &piece, std::int64_t at, const std::uint8_t *allowed) const {
+        const std::int64_t scales = std::int64_t(TILE) * scales_of(call.channels, call.group_bits);
+        return {piece.keys + at * call.words * TILE, piece.scales ? piece.scales + at * scales : nullptr, allowed};
     }
 
     // Tiles as far behind these as are soon asked for, where all are asked for in their order.
-    void follow(const Tile (&tiles)[TILES], Keys &next) const {
-        for (int t = 0; t < TILES; ++t) next[t] = tiles[t].keys + 2 * TILES * TILE * call.words;
+    void follow(const Tiles &tiles, Tiles &next) const {
+        constexpr int AHEAD = 2 * TILES * TILE;
+        for (int t = 0; t < TILES; ++t)
+            next[t] = {tiles[t].keys + AHEAD * call.words, tiles[t].scales ? tiles[t].scales + AHEAD * scales_of(call.channels, call.group_bits) : nullptr, nullptr};
     }
 
     // The products of some queries with tiles, without unreadable ones. `next` is prefetched.
-    static void multiply(const S &queries, const Tile (&tiles)[TILES], const Keys &next, int first, Products &products) {
-        Keys keys;
-        for (int t = 0; t < TILES; ++t) keys[t] = tiles[t].keys;
-        queries.of(keys, next, first, products);
+    static void multiply(const S &queries, const Tiles &tiles, const Tiles &next, int first, Products &products) {
+        queries.of(tiles, next, first, products);
         for (int t = 0; t < TILES; ++t)
             for (int p = 0; p < PARTS; ++p) {
                 const Ints is_allowed = wide_bytes(tiles[t].allowed + p * LANES) != Ints{};
-                const Floats scales = tiles[t].scales ? Row<Format::float16>::lanes((const std::uint8_t *)(tiles[t].scales + p * LANES), 0, 0)
-                                                      : all(1.0f);
+                const Floats scales = S::FORMAT == Format::int8 ? Row<Format::float16>::lanes((const std::uint8_t *)(tiles[t].scales + p * LANES), 0, 0)
+                                                                : all(1.0f);
                 for (int q = 0; q < QUERIES; ++q)
                     products[t][q][p] = is_allowed ? products[t][q][p] * scales : all(NOTHING);
             }
@@ -405,12 +471,12 @@ class Best {
         const std::int64_t count = std::min<std::int64_t>(TILES * TILE, pages - page);
         std::uint8_t own[TILES * TILE] = {};
         std::copy_n(allowed_of_pages + held_of(row) * pages + page, count, own);
-        Tile largest[TILES], least[TILES];
+        Tiles largest, least;
         for (int t = 0; t < TILES; ++t) {
-            largest[t] = tile_of(*block.piece, at + t, call.words, own + t * TILE);
-            least[t] = tile_of(*block.least, at + t, call.words, own + t * TILE);
+            largest[t] = tile_of(*block.piece, at + t, own + t * TILE);
+            least[t] = tile_of(*block.least, at + t, own + t * TILE);
         }
-        Keys next, next_least;
+        Tiles next, next_least;
         follow(largest, next), follow(least, next_least);
         for (int first = 0; first < call.queries_per_head; first += QUERIES) {
             Products products, more;
@@ -431,15 +497,14 @@ class Best {
         const std::int64_t at = std::int64_t(row) * block.piece->tiles + tile;
         const std::int64_t slot = block.start + std::int64_t(tile) * TILE;
         const std::uint8_t *own = allowed + held_of(row) * slots + slot;
-        Tile tiles[TILES];
-        for (int t = 0; t < TILES; ++t) tiles[t] = tile_of(*block.piece, at + t, call.words, own + t * TILE);
-        Keys next;
+        Tiles tiles, next;
+        for (int t = 0; t < TILES; ++t) tiles[t] = tile_of(*block.piece, at + t, own + t * TILE);
         follow(tiles, next);
         of_tiles(row, tiles, next, peaks + std::int64_t(row) * call.queries_per_head * pages + slot / PAGE, pages);
     }
 
     // The peaks of the tiles' pages. A query's are `stride` behind the previous query's.
-    void of_tiles(int row, const Tile (&tiles)[TILES], const Keys &next, float *out, std::int64_t stride) const {
+    void of_tiles(int row, const Tiles &tiles, const Tiles &next, float *out, std::int64_t stride) const {
         bool is_any = false;
         for (const Tile &tile : tiles)
             for (int i = 0; i < TILE; i += 8) is_any |= load<std::uint64_t>(tile.allowed + i) != 0;
@@ -593,7 +658,7 @@ class Best {
         if (tiles.size() % TILES) tiles.push_back({tiles.back().keys, tiles.back().scales, is_read.data() + tiles.size() * TILE});
         for (std::size_t i = 0; i < tiles.size(); i += TILES) {
             const std::size_t soon = std::min(i + 2 * TILES, tiles.size() - TILES);
-            of_tiles(row, {tiles[i], tiles[i + 1]}, {tiles[soon].keys, tiles[soon + 1].keys}, own + i * (TILE / PAGE), width);
+            of_tiles(row, {tiles[i], tiles[i + 1]}, {tiles[soon], tiles[soon + 1]}, own + i * (TILE / PAGE), width);
         }
         const std::vector<std::int64_t> order = best(worth(row, few, width), call.count);
         for (int i = 0; i < call.count; ++i) put(row, i, ids[order[i]]);
@@ -602,7 +667,7 @@ class Best {
     Tile tile_at(int row, std::int64_t tile, const std::uint8_t *is_read) const {
         const BestPages::Piece *piece = call.pieces.data();
         for (; tile >= piece->tiles; ++piece) tile -= piece->tiles;
-        return tile_of(*piece, std::int64_t(row) * piece->tiles + tile, call.words, is_read);
+        return tile_of(*piece, std::int64_t(row) * piece->tiles + tile, is_read);
     }
 
     // Page `page` is read (-1: no page is left with tokens to read).
@@ -637,7 +702,9 @@ class Best {
 template <Format F>
 void best_of(const BestPages &call, float *scratch, int threads) {
 #ifdef WINDLASS_CODE_SUMS
-    if constexpr (F == Format::int8 || F == Format::int4) return Best<CodeSums<F>>(call, scratch).run(threads);
+    if constexpr (F == Format::int8) return Best<CodeSums>(call, scratch).run(threads);
+    if constexpr (F == Format::int4)
+        if (GroupSums::knows(call)) return Best<GroupSums>(call, scratch).run(threads);
 #endif
     Best<Sums<F>>(call, scratch).run(threads);
 }

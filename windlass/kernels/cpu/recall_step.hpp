@@ -13,35 +13,48 @@ inline std::uint32_t *words_at(const Recall &store, const Recall::Piece &piece, 
 inline std::int64_t place_of(const Recall::Piece &piece, int row, std::int64_t index) {
     return std::int64_t(row) * piece.tiles * TILE + index;
 }
-inline int code_bits(Format format) { return format == Format::int8 ? 8 : format == Format::int4 ? 4 : 0; }
+// The numbers of one token's key or value in a store: floats in `store`, or codes, to which `means` (may be null) are
+// added.
+struct Coding {
+    Format store, floats;
+    int width, group_bits;
+    const float *means;
 
-// Numbers as a store has them: as they are, or as codes, less their means, and the scale of these.
-inline std::uint16_t encoded(Format format, Format float_format, const std::uint8_t *from, int width, const float *means,
-                             std::uint8_t *to) {
-    const int bits = code_bits(format);
-    if (!bits) return __builtin_memcpy(to, from, std::size_t(width) * (format == Format::float32 ? 4 : 2)), 0;
-    float numbers[MAX_CHANNELS];
-    read_row(float_format, from, width, numbers);
-    for (int i = 0; means && i < width; ++i) numbers[i] -= means[i];
-    return encode_row(numbers, width, bits, to);
-}
-inline void decoded(Format format, Format float_format, const std::uint8_t *from, int width, std::uint16_t scale,
-                    const float *means, std::uint8_t *to) {
-    if (!code_bits(format)) {
-        __builtin_memcpy(to, from, std::size_t(width) * (format == Format::float32 ? 4 : 2));
+    bool is_code() const { return store == Format::int8 || store == Format::int4; }
+    std::size_t bytes() const { return std::size_t(width) * (store == Format::float32 ? 4 : 2); }
+    int scales() const { return scales_of(width, group_bits); }
+};
+// `scales` may be null where there are no codes.
+inline void encoded(const Coding &as, const std::uint8_t *from, std::uint8_t *to, std::uint16_t *scales) {
+    if (!as.is_code()) {
+        __builtin_memcpy(to, from, as.bytes());
         return;
     }
+    float numbers[MAX_CHANNELS];
+    read_row(as.floats, from, as.width, numbers);
+    for (int i = 0; as.means && i < as.width; ++i) numbers[i] -= as.means[i];
+    if (as.group_bits)
+        encode_row(numbers, as.width, 1 << as.group_bits, to, scales);
+    else
+        encode_row(numbers, as.width, to, scales);
+}
+inline void decoded(const Coding &as, const std::uint8_t *from, const std::uint16_t *scales, std::uint8_t *to) {
+    if (!as.is_code()) {
+        __builtin_memcpy(to, from, as.bytes());
+        return;
+    }
+    const int width = as.width;
     float numbers[MAX_CHANNELS + LANES];
     const auto decode = [&](auto slot) {
         int i = 0;
         for (; i + LANES <= width; i += LANES) store(numbers + i, slot.lanes(i));
         for (; i < width; ++i) numbers[i] = slot.one(i);
     };
-    if (format == Format::int8)
-        decode(Slot<Format::int8>{from, width, from_half(scale), means});
+    if (as.store == Format::int8)
+        decode(Slot<Format::int8>{from, width, from_half(*scales), as.means});
     else
-        decode(Slot<Format::int4>{from, width, from_half(scale), means});
-    put_row(float_format, to, numbers, width);
+        decode(Slot<Format::int4>{from, width, scales, as.group_bits, as.means});
+    put_row(as.floats, to, numbers, width);
 }
 
 class Step {
@@ -56,14 +69,13 @@ class Step {
             std::int64_t index = call.starts[text];
             const Recall::Piece &piece = piece_of(store, index);
             const std::int64_t place = place_of(piece, row, index);
-            const float *means = store.means ? store.means + head * store.channels : nullptr;
+            const Coding keys = coding_of_keys(head), values = coding_of_values();
             std::fill_n(bytes + 4 * (store.words - 1), 4, 0);
-            const std::uint16_t scale = encoded(store.format, call.float_format, call.keys.at(text, head), store.channels, means, bytes);
+            encoded(keys, call.keys.at(text, head), bytes, scales_at(piece.key_scales, place, keys));
             std::uint32_t *words = words_at(store, piece, row, index);
             for (int w = 0; w < store.words; ++w) __builtin_memcpy(words + w * TILE, bytes + 4 * w, 4);
-            const std::uint16_t value_scale = encoded(store.format, call.float_format, call.values.at(text, head), store.value_channels,
-                                                      nullptr, piece.values + place * store.value_bytes);
-            if (piece.key_scales) piece.key_scales[place] = scale, piece.value_scales[place] = value_scale;
+            encoded(values, call.values.at(text, head), piece.values + place * store.value_bytes,
+                    scales_at(piece.value_scales, place, values));
             digest(row, call.starts[text]);
         }
     }
@@ -89,11 +101,21 @@ class Step {
     const RecallStep &call;
     const Recall &store;
 
+    Coding coding_of_keys(int head) const {
+        return {store.format, call.float_format, store.channels, store.key_group_bits,
+                store.means ? store.means + head * store.channels : nullptr};
+    }
+    Coding coding_of_values() const { return {store.format, call.float_format, store.value_channels, store.value_group_bits, nullptr}; }
+    template <class Scales>
+    static Scales *scales_at(Scales *scales, std::int64_t place, const Coding &as) {
+        return scales ? scales + place * as.scales() : nullptr;
+    }
+
     // Writes the digest of a page, of its tokens up to the newest.
     void digest(int row, std::int64_t newest) const {
         if (store.digests.empty()) return;
-        const int head = row % call.kv_heads, channels = store.channels;
-        const float *means = store.means ? store.means + head * channels : nullptr;
+        const int channels = store.channels;
+        const Coding keys = coding_of_keys(row % call.kv_heads);
         alignas(64) std::uint8_t bytes[4 * MAX_CHANNELS + 64];
         std::uint8_t key[4 * MAX_CHANNELS];
         float numbers[MAX_CHANNELS], largest[MAX_CHANNELS], least[MAX_CHANNELS];
@@ -103,7 +125,7 @@ class Step {
             const Recall::Piece &piece = piece_of(store, index);
             const std::uint32_t *words = words_at(store, piece, row, index);
             for (int w = 0; w < store.words; ++w) __builtin_memcpy(bytes + 4 * w, words + w * TILE, 4);
-            decoded(store.format, call.float_format, bytes, channels, piece.key_scales ? piece.key_scales[place_of(piece, row, index)] : 0, means, key);
+            decoded(keys, bytes, scales_at(piece.key_scales, place_of(piece, row, index), keys), key);
             read_row(call.float_format, key, channels, numbers);
             for (int i = 0; i < channels; ++i) {
                 largest[i] = std::max(largest[i], numbers[i]);
@@ -113,19 +135,19 @@ class Step {
         std::int64_t page = newest / PAGE;
         const BestPages::Digests *held = store.digests.data();
         for (; page >= std::int64_t(held->largest.tiles) * TILE; ++held) page -= std::int64_t(held->largest.tiles) * TILE;
-        put_key(held->largest, row, page, largest, means);
-        put_key(held->least, row, page, least, means);
+        put_key(held->largest, row, page, largest, keys);
+        put_key(held->least, row, page, least, keys);
     }
 
-    void put_key(const BestPages::Piece &piece, int row, std::int64_t index, const float *numbers, const float *means) const {
+    void put_key(const BestPages::Piece &piece, int row, std::int64_t index, const float *numbers, const Coding &as) const {
         alignas(64) std::uint8_t bytes[4 * MAX_CHANNELS + 64];
         std::uint8_t key[4 * MAX_CHANNELS];
         put_row(call.float_format, key, numbers, store.channels);
         std::fill_n(bytes + 4 * (store.words - 1), 4, 0);
-        const std::uint16_t scale = encoded(store.format, call.float_format, key, store.channels, means, bytes);
+        const std::int64_t place = std::int64_t(row) * piece.tiles * TILE + index;
+        encoded(as, key, bytes, const_cast<std::uint16_t *>(scales_at(piece.scales, place, as)));
         auto *words = const_cast<std::uint32_t *>(piece.keys) + (std::int64_t(row) * piece.tiles + index / TILE) * store.words * TILE + index % TILE;
         for (int w = 0; w < store.words; ++w) __builtin_memcpy(words + w * TILE, bytes + 4 * w, 4);
-        if (piece.scales) const_cast<std::uint16_t *>(piece.scales)[std::int64_t(row) * piece.tiles * TILE + index] = scale;
     }
 
     // A query as attention turns it at the distance at which it looks for tokens.
@@ -146,7 +168,7 @@ class Step {
         const std::int64_t *free = call.free + own * count;
         std::int32_t *positions = call.read_positions + std::int64_t(row) * call.slots;
         std::copy_n(call.slot_positions + own * call.slots, call.slots, positions);
-        const float *means = store.means ? store.means + head * store.channels : nullptr;
+        const Coding keys = coding_of_keys(head), values = coding_of_values();
         alignas(64) std::uint8_t bytes[4 * MAX_CHANNELS + 64];
         std::int32_t *recalled = store.last_recalled + std::int64_t(row) * count;
         for (int i = 0; i < count; ++i) {
@@ -158,11 +180,10 @@ class Step {
             const std::int64_t place = place_of(piece, row, index), slot = std::int64_t(row) * call.slots + free[i];
             const std::uint32_t *words = words_at(store, piece, row, index);
             for (int w = 0; w < store.words; ++w) __builtin_memcpy(bytes + 4 * w, words + w * TILE, 4);
-            decoded(store.format, call.float_format, bytes, store.channels, piece.key_scales ? piece.key_scales[place] : 0, means,
-                    call.slot_keys + slot * store.channels * call.number_bytes());
+            decoded(keys, bytes, scales_at(piece.key_scales, place, keys), call.slot_keys + slot * store.channels * call.number_bytes());
             __builtin_memcpy(bytes, piece.values + place * store.value_bytes, store.value_bytes);
-            decoded(store.format, call.float_format, bytes, store.value_channels, piece.value_scales ? piece.value_scales[place] : 0,
-                    nullptr, call.slot_values + slot * store.value_channels * call.number_bytes());
+            decoded(values, bytes, scales_at(piece.value_scales, place, values),
+                    call.slot_values + slot * store.value_channels * call.number_bytes());
         }
     }
 };

@@ -11,22 +11,50 @@ struct Slot {
 
     Floats lanes(int i) const {
         Floats v = Row<F>::lanes(row, i, channels);
-        if constexpr (F == Format::int8 || F == Format::int4)
+        if constexpr (F == Format::int8)
             v = means ? v * scale + load<Floats>(means + i) : v * scale;
         return v;
     }
     float one(int i) const {
         float x = Row<F>::one(row, i, channels);
-        if constexpr (F == Format::int8 || F == Format::int4) x = means ? x * scale + means[i] : x * scale;
+        if constexpr (F == Format::int8) x = means ? x * scale + means[i] : x * scale;
         return x;
+    }
+};
+
+// Of two numbers, a scale and an offset, for each 1 << group_bits channels.
+template <>
+struct Slot<Format::int4> {
+    const std::uint8_t *row;
+    int channels;
+    const std::uint16_t *pairs;
+    int group_bits;
+    const float *means;
+
+    Floats lanes(int i) const {
+        const int first = i >> group_bits, last = (i + LANES - 1) >> group_bits;
+        if (first != last) {  // astride groups
+            Floats v{};
+            for (int j = 0; j < LANES; ++j) v[j] = one(i + j);
+            return v;
+        }
+        const Floats v = Row<Format::int4>::lanes(row, i, channels) * from_half(pairs[2 * first]) + from_half(pairs[2 * first + 1]);
+        return means ? v + load<Floats>(means + i) : v;
+    }
+    float one(int i) const {
+        const std::uint16_t *pair = pairs + 2 * (i >> group_bits);
+        const float x = Row<Format::int4>::one(row, i, channels) * from_half(pair[0]) + from_half(pair[1]);
+        return means ? x + means[i] : x;
     }
 };
 
 template <Format F>
 inline Slot<F> slot_of(const PackedStates &packed, std::size_t place, int head) {
-    return {packed.data + place * packed.row_bytes, packed.held,
-            packed.scales ? from_half(packed.scales[place]) : 1.0f,
-            packed.means ? packed.means + std::size_t(head) * packed.held : nullptr};
+    const float *means = packed.means ? packed.means + std::size_t(head) * packed.held : nullptr;
+    if constexpr (F == Format::int4)
+        return {packed.data + place * packed.row_bytes, packed.held, packed.scales + place * packed.slot_scales(), packed.group_bits, means};
+    else
+        return {packed.data + place * packed.row_bytes, packed.held, packed.scales ? from_half(packed.scales[place]) : 1.0f, means};
 }
 
 template <Format F>

@@ -62,6 +62,15 @@ inline float from_half(std::uint16_t h) {
     return magnitude;
 #endif
 }
+// float16 in the low halves of lanes.
+inline Floats from_halves(Words h) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h));
+#else
+    const Floats magnitude = bits_of((h & 0x7fffu) << 13) * 0x1p112f;
+    return bits_of((Words)magnitude | ((h & 0x8000u) << 16));
+#endif
+}
 inline std::uint16_t to_half(float x) {
 #if defined(__F16C__)
     return std::uint16_t(_cvtss_sh(x, 0));
@@ -167,6 +176,37 @@ struct Row<Format::int4> {
     static float one(const std::uint8_t *row, int i, int channels) {
         int half = channels / 2;
         return float((i < half ? row[i] & 15 : row[i - half] >> 4) - 8);
+    }
+};
+
+// The scales and the offsets of LANES tokens in group number `group` of so many. `rows` has the pairs of each token.
+struct GroupPairs {
+    Floats scales, offsets;
+
+    [[gnu::always_inline]] GroupPairs(const std::uint16_t *rows, int groups, int group) {
+        const Words both = words(rows, groups, group);
+        scales = from_halves(both & 0xffffu), offsets = from_halves(both >> 16);
+    }
+
+  private:
+    [[gnu::always_inline]] static Words words(const std::uint16_t *rows, int groups, int group) {
+#if defined(__AVX512F__)
+        const Ints lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const auto load = [&](int i) __attribute__((always_inline)) { return _mm512_loadu_si512(rows + 32 * i); };
+        if (groups == 2) return (Words)_mm512_permutex2var_epi32(load(0), (__m512i)(lanes * 2 + group), load(1));
+        if (groups == 4) {
+            const __m512i at = (__m512i)((lanes & 7) * 4 + group);
+            const __m512i first = _mm512_permutex2var_epi32(load(0), at, load(1)), second = _mm512_permutex2var_epi32(load(2), at, load(3));
+            return (Words)_mm512_mask_blend_epi32(0xff00, first, second);
+        }
+#endif
+        Words found{};
+        for (int t = 0; t < LANES; ++t) {
+            std::uint32_t pair;
+            __builtin_memcpy(&pair, rows + 2 * (t * groups + group), 4);
+            found[t] = pair;
+        }
+        return found;
     }
 };
 

@@ -22,7 +22,7 @@ from windlass.core.parse import PAGE
 from windlass.core.types import SlotIndex, SlotPositions
 from windlass.kernels import reference
 from windlass.kernels.cpu import MAX_CHANNELS, instruction_set, knows, native
-from windlass.kernels.cpu.tensors import FLOATS, NO_LIMIT, address, format_of
+from windlass.kernels.cpu.tensors import FLOATS, NO_LIMIT, address, format_of, group_bits
 
 
 def first_free(positions: SlotPositions, count: int) -> SlotIndex:
@@ -91,22 +91,26 @@ def write(states: Tensor, index: SlotIndex, new: Tensor) -> None:
     native.write(sizes, strides, index.data_ptr(), new.data_ptr(), states.data_ptr())
 
 
-def can_encode(states: Tensor, bits: int) -> bool:
+def can_encode(states: Tensor, group: int) -> bool:
     """Return True if `encode` knows the type of these numbers, which are in a CPU's memory, and how many there are."""
     width = states.shape[-1]
-    return states.dtype in FLOATS and 0 < width <= MAX_CHANNELS and width * bits % 8 == 0
+    return states.dtype in FLOATS and 0 < width <= MAX_CHANNELS and (group == 0 or width % 2 == 0)
 
 
-def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+def encode(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
     """See `reference.encode`."""
     batch, kv_heads, tokens, width = states.shape
     if states.stride(-1) != 1:
         states = states.contiguous()
     means = None if means is None else means.float().contiguous()
-    codes = states.new_empty(batch, kv_heads, tokens, width * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
-    scales = states.new_empty(batch, kv_heads, tokens, 1, dtype=torch.float16)
+    if group:
+        codes = states.new_empty(batch, kv_heads, tokens, width // 2, dtype=torch.uint8)
+    else:
+        codes = states.new_empty(batch, kv_heads, tokens, width, dtype=torch.int8)
+    numbers = 2 * -(-width // group) if group else 1
+    scales = states.new_empty(batch, kv_heads, tokens, numbers, dtype=torch.float16)
     native.encode(
-        (batch, kv_heads, tokens, width, bits),
+        (batch, kv_heads, tokens, width, group),
         FLOATS[states.dtype],
         states.data_ptr(),
         states.stride()[:3],
@@ -163,7 +167,7 @@ def best_pages(call: PageInput) -> BestPages:
     is_read = torch.empty(batch, kv_heads, call.count * PAGE, dtype=torch.bool)
     native.best_pages(
         (batch, kv_heads, score_heads, heads // kv_heads * tokens, tokens, channels, words, slots, call.count),
-        format_of(states),
+        (format_of(states), group_bits(states)),
         (queries.data_ptr(), is_query.data_ptr()),
         list(map(tile_arguments, call.pieces)),
         list(map(digest_arguments, call.digests)),

@@ -35,13 +35,18 @@ def format_of(states: PackedStates) -> int:
     return LOW_BIT.get(states.format, -1)
 
 
+def group_bits(states: PackedStates) -> int:
+    """The logarithm of the channels of a group, 0 where a slot and head has one scale."""
+    return states.group.bit_length() - 1 if states.group else 0
+
+
 def contiguous_means(states: PackedStates) -> Tensor | None:
     return None if states.means is None else states.means.float().contiguous()
 
 
 def state_arguments(
     states: PackedStates, means: Tensor | None
-) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
+) -> tuple[int, int, int, int, int, int, int, int, int, int, int, int]:
     """`PackedStates` of `_native.pyi`. `means` are those of `states`, contiguous."""
     data, ring = states.data, states.full_precision
     in_ring = (0, 0, 0, 0)
@@ -49,7 +54,7 @@ def state_arguments(
         in_ring = ring.data_ptr(), states.ring_index.data_ptr(), ring.shape[2], FLOATS[ring.dtype]
     row_bytes = data.shape[-1] * data.itemsize
     channels = states.channels, states.first, states.held_channels
-    return data.data_ptr(), address(states.scales), address(means), *channels, row_bytes, *in_ring
+    return data.data_ptr(), address(states.scales), address(means), *channels, row_bytes, *in_ring, group_bits(states)
 
 
 def table_arguments(tables: tuple[RotaryTable, RotaryTable] | None) -> tuple[int, int, int]:

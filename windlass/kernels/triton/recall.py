@@ -5,6 +5,7 @@ program reads and writes them in place: the candidates' keys, and the tokens of 
 host.
 """
 
+from dataclasses import replace
 from typing import Any, Final, no_type_check
 
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from windlass.core.inputs import (
     TILE,
     BestPages,
-    PackedStates,
     PageInput,
     ReadInput,
     TiledKeys,
@@ -103,7 +103,7 @@ def _numbers(pieces: tuple[TiledKeys, ...], index: Tensor) -> Tensor:
     scales = tuple(piece.states.scales for piece in pieces if piece.states.scales is not None)
     read = read_tokens(ReadInput(scales, index, is_tiled=False)) if scales else None
     data = rows_of(words, first.data.shape[3], first.data.dtype)
-    return PackedStates(data, first.format, read, first.means).floats().float()
+    return replace(first, data=data, scales=read).floats().float()
 
 
 def _allowed(queries: Tensor, call: PageInput, pages: int) -> Tensor:
@@ -113,7 +113,7 @@ def _allowed(queries: Tensor, call: PageInput, pages: int) -> Tensor:
     out = torch.empty(batch, kv_heads, rows, pages, dtype=torch.float32, device=queries.device)
     width = max(16, triton.next_power_of_2(channels))
     block, start = max(16, MULTIPLIED // width), 0
-    options: dict[str, Any] = {"CHANNELS": channels, "WIDTH": width, "ROWS": ROWS}
+    options: dict[str, Any] = {"CHANNELS": channels, "WIDTH": width, "ROWS": ROWS, "GROUP": states.group}
     for each in call.digests:
         size = min(each.largest.tokens, pages - start)
         if size > 0:
@@ -206,6 +206,7 @@ def _digest_numbers(
     WORDS: tl.constexpr,
     CHANNELS: tl.constexpr,
     BITS: tl.constexpr,
+    GROUP: tl.constexpr,
     IS_BFLOAT16: tl.constexpr,
 ):
     """(channels, pages) float32, out of tiles of words."""
@@ -233,7 +234,13 @@ def _digest_numbers(
             numbers = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         numbers = bits.to(tl.float32, bitcast=True)
-    if BITS <= 8:
+    if BITS == 4:
+        pairs: tl.constexpr = 2 * ((CHANNELS + GROUP - 1) // GROUP)
+        p_pairs = p_scales + (i_row * held + o_pages)[None, :] * pairs + 2 * (o_channels // GROUP)[:, None]
+        mask = m_channels[:, None] & m_pages[None, :]
+        offsets = tl.load(p_pairs + 1, mask=mask, other=0).to(tl.float32)
+        numbers = numbers * tl.load(p_pairs, mask=mask, other=0).to(tl.float32) + offsets + means[:, None]
+    elif BITS == 8:
         scales = tl.load(p_scales + i_row * held + o_pages, mask=m_pages, other=0).to(tl.float32)
         numbers = numbers * scales[None, :] + means[:, None]
     return numbers
@@ -258,6 +265,7 @@ def _allow(
     CHANNELS: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
     WORDS: tl.constexpr,
     BITS: tl.constexpr,
     IS_BFLOAT16: tl.constexpr,
@@ -275,12 +283,12 @@ def _allow(
         means = tl.load(p_means + i_row % kv_heads * CHANNELS + o_channels, mask=m_channels, other=0).to(tl.float32)
     largest = _digest_numbers(
         p_largest, p_largest_scales, means, i_row, o_pages, m_pages, held, o_channels, m_channels, WORDS, CHANNELS,
-        BITS, IS_BFLOAT16,
+        BITS, GROUP, IS_BFLOAT16,
     )  # fmt: skip
     most = product(tl.maximum(q, 0), largest, tl.zeros((ROWS, BLOCK), tl.float32))
     least = _digest_numbers(
         p_least, p_least_scales, means, i_row, o_pages, m_pages, held, o_channels, m_channels, WORDS, CHANNELS,
-        BITS, IS_BFLOAT16,
+        BITS, GROUP, IS_BFLOAT16,
     )  # fmt: skip
     most = product(tl.minimum(q, 0), least, most)
     p_out += (i_row * rows + o_rows)[:, None] * pages + (start + o_pages)[None, :]

@@ -271,25 +271,25 @@ FLOAT16_MAX = tl.constexpr(torch.finfo(torch.float16).max)
 ROUNDER = tl.constexpr(1.5 * 2**23)  # a float32 beside it has no fraction: adding it rounds, ties to even
 
 
-def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+def encode(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
     """See `reference.encode`."""
     batch, heads, tokens, width = states.shape
-    rows = 8 // bits  # channels that share a byte
-    codes = states.new_empty(batch, heads, tokens, width // rows, dtype=torch.int8 if bits == 8 else torch.uint8)
-    scales = states.new_empty(batch, heads, tokens, 1, dtype=torch.float16)
+    numbers = 2 * triton.cdiv(width, group) if group else 1
+    held = width // 2 if group else width
+    codes = states.new_empty(batch, heads, tokens, held, dtype=torch.uint8 if group else torch.int8)
+    scales = states.new_empty(batch, heads, tokens, numbers, dtype=torch.float16)
     if codes.numel():
-        _encode[(tokens, heads, batch)](
-            states,
-            states.stride(),
-            means,
-            (0, 0) if means is None else means.stride(),
-            codes,
-            scales,
-            width // rows,
-            bits,
-            triton.next_power_of_2(width // rows),
-            num_warps=1,
-        )
+        strides = states.stride(), (0, 0) if means is None else means.stride()
+        padded = triton.next_power_of_2(held)
+        if group:
+            _encode_groups[(tokens, heads, batch)](
+                states, strides[0], means, strides[1], codes, scales, width, group, padded,
+                num_warps=max(1, min(8, padded // 32)),
+            )  # fmt: skip
+        else:
+            _encode[(tokens, heads, batch)](
+                states, strides[0], means, strides[1], codes, scales, width, padded, num_warps=1
+            )
     return codes, scales
 
 
@@ -305,27 +305,23 @@ def _numbers(p_states, stride, p_means, mean_stride, o_width, m_width):
 
 @triton.jit
 @no_type_check
-def _ends(b_numbers, m_width):
-    """The lowest and the highest number."""
-    low = tl.min(tl.where(m_width, b_numbers, float("inf")), 0)
-    return low, tl.max(tl.where(m_width, b_numbers, float("-inf")), 0)
+def _bounded(scale):
+    return tl.minimum(tl.maximum(scale, -FLOAT16_MAX), FLOAT16_MAX).to(tl.float16)
 
 
 @triton.jit
 @no_type_check
 def _coded(b_numbers, divisor, least: tl.constexpr):
     """Whole numbers: `tl.div_rn` divides as PyTorch does, `/` only nearly so."""
-    b_codes = tl.div_rn(b_numbers, tl.zeros_like(b_numbers) + divisor)
+    b_codes = tl.div_rn(b_numbers, tl.zeros_like(b_numbers) + tl.where(divisor == 0.0, 1.0, divisor))
     b_codes = tl.minimum(tl.maximum(b_codes, least), -least - 1)
     return ((b_codes + ROUNDER) - ROUNDER).to(tl.int32)
 
 
 @triton.jit
 @no_type_check
-def _encode(
-    p_states, strides, p_means, mean_strides, p_codes, p_scales, width, BITS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Encode one token of one row and head. Of 4 bits, its first and its second half are side by side."""
+def _encode(p_states, strides, p_means, mean_strides, p_codes, p_scales, width, WIDTH: tl.constexpr):
+    """Encode one token of one row and head in 8 bits, with one scale."""
     i_token, i_head, i_batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_row = (i_batch * tl.num_programs(1) + i_head) * tl.num_programs(0) + i_token
     o_width = tl.arange(0, WIDTH)
@@ -333,19 +329,53 @@ def _encode(
     p_states += i_batch * strides[0] + i_head * strides[1] + i_token * strides[2]
     if p_means is not None:
         p_means += i_head * mean_strides[0]
-    b_first = _numbers(p_states, strides[3], p_means, mean_strides[1], o_width, m_width)
-    low, high = _ends(b_first, m_width)
-    if BITS == 4:
-        b_second = _numbers(p_states, strides[3], p_means, mean_strides[1], width + o_width, m_width)
-        other_low, other_high = _ends(b_second, m_width)
-        low, high = tl.minimum(low, other_low), tl.maximum(high, other_high)
-    least: tl.constexpr = -(2 ** (BITS - 1))
-    scale = tl.where(-low > high, low, high) * (1.0 / least)  # a power of two: exact
-    scale = tl.minimum(tl.maximum(scale, -FLOAT16_MAX), FLOAT16_MAX).to(tl.float16)
+    b_numbers = _numbers(p_states, strides[3], p_means, mean_strides[1], o_width, m_width)
+    low = tl.min(tl.where(m_width, b_numbers, float("inf")), 0)
+    high = tl.max(tl.where(m_width, b_numbers, float("-inf")), 0)
+    scale = _bounded(tl.where(-low > high, low, high) * (1.0 / -128))  # a power of two: exact
     tl.store(p_scales + i_row, scale)
-    divisor = scale.to(tl.float32)
-    divisor = tl.where(divisor == 0.0, 1.0, divisor)
-    b_codes = _coded(b_first, divisor, least)
-    if BITS == 4:
-        b_codes = (b_codes + 8) | ((_coded(b_second, divisor, least) + 8) << 4)
+    b_codes = _coded(b_numbers, scale.to(tl.float32), -128)
     tl.store(p_codes + i_row * width + o_width, b_codes.to(p_codes.dtype.element_ty), mask=m_width)
+
+
+@triton.jit
+@no_type_check
+def _encode_groups(
+    p_states, strides, p_means, mean_strides, p_codes, p_scales, width, GROUP: tl.constexpr, HALF: tl.constexpr
+):
+    """Encode one token of one row and head in 4 bits: its first and its second half are side by side in a byte."""
+    i_token, i_head, i_batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    i_row = (i_batch * tl.num_programs(1) + i_head) * tl.num_programs(0) + i_token
+    p_states += i_batch * strides[0] + i_head * strides[1] + i_token * strides[2]
+    if p_means is not None:
+        p_means += i_head * mean_strides[0]
+    p_scales += i_row * (2 * ((width + GROUP - 1) // GROUP))
+    half = width // 2
+    o_first = tl.arange(0, HALF)
+    row = p_states, strides[3], p_means, mean_strides[1]
+    b_first = _group_codes(row, p_scales, o_first, o_first < half, width, GROUP)
+    b_second = _group_codes(row, p_scales, half + o_first, o_first < half, width, GROUP)
+    b_codes = (b_first + 8) | ((b_second + 8) << 4)
+    tl.store(p_codes + i_row * half + o_first, b_codes.to(p_codes.dtype.element_ty), mask=o_first < half)
+
+
+@triton.jit
+@no_type_check
+def _group_codes(row, p_scales, o_width, m_width, width, GROUP: tl.constexpr):
+    """The codes of some channels. Every channel reads its whole group, and the first one writes scale and offset."""
+    p_states, stride, p_means, mean_stride = row
+    b_numbers = _numbers(p_states, stride, p_means, mean_stride, o_width, m_width)
+    o_group = tl.minimum((o_width // GROUP * GROUP)[:, None] + tl.arange(0, GROUP)[None, :], width - 1)
+    b_group = _numbers(p_states, stride, p_means, mean_stride, o_group, m_width[:, None])
+    most: tl.constexpr = 7.5 * FLOAT16_MAX  # so that a scale reaches all, and infinities have a middle
+    low = tl.minimum(tl.maximum(tl.min(b_group, 1), -most), most)
+    high = tl.minimum(tl.maximum(tl.max(b_group, 1), -most), most)
+    span = high - low
+    scale = _bounded(tl.div_rn(span, tl.zeros_like(span) + 15.0))
+    divisor = scale.to(tl.float32)
+    offset = _bounded((low + high) * 0.5 + divisor * 0.5)
+    p_pairs = p_scales + 2 * (o_width // GROUP)
+    is_first = m_width & (o_width % GROUP == 0)
+    tl.store(p_pairs, scale, mask=is_first)
+    tl.store(p_pairs + 1, offset, mask=is_first)
+    return _coded(b_numbers - offset.to(tl.float32), divisor, -8)

@@ -74,8 +74,14 @@ def load_states(
     else:
         numbers = tl.load(states.data + at_slots[:, None] * WIDTH + o_channels[None, :], mask=mask, other=0)
     if BITS <= 8:
-        scales = tl.load(states.scales + at_slots, mask=m_slots, other=0).to(tl.float32)
-        numbers = numbers.to(tl.float32) * scales[:, None]
+        if states.group is not None:
+            pairs = 2 * ((WIDTH + states.group - 1) // states.group)
+            at_pairs = states.scales + at_slots[:, None] * pairs + 2 * (o_channels // states.group)[None, :]
+            offsets = tl.load(at_pairs + 1, mask=mask, other=0).to(tl.float32)
+            numbers = numbers * tl.load(at_pairs, mask=mask, other=0).to(tl.float32) + offsets
+        else:
+            scales = tl.load(states.scales + at_slots, mask=m_slots, other=0).to(tl.float32)
+            numbers = numbers.to(tl.float32) * scales[:, None]
         if states.means is not None:
             numbers += tl.load(states.means + i_head * WIDTH + o_channels, mask=m_channels, other=0)[None, :]
         if states.full_precision is not None:
@@ -285,6 +291,7 @@ class PackedTensors(NamedTuple):
     full_precision: Tensor | None
     ring_index: Tensor | None
     ring_entries: int
+    group: int | None  # channels that share a scale and an offset
 
 
 class LogitArgs(NamedTuple):
@@ -332,7 +339,7 @@ def packed_tensors(states: PackedStates) -> PackedTensors:
         for part in (states.scales, states.means, states.full_precision, states.ring_index)
     )
     entries = 0 if ring is None else ring.shape[2]
-    return PackedTensors(states.data.contiguous(), scales, means, ring, ring_index, entries)
+    return PackedTensors(states.data.contiguous(), scales, means, ring, ring_index, entries, states.group or None)
 
 
 def pack_logit_args(call: AttentionInput) -> LogitArgs:
