@@ -22,7 +22,7 @@ WORKING = {
     "eval": "{model} -o {new}",
     "calibrate": "{model} {text} -o {new}",
     "report": "{text}",
-    "demo": "",
+    "demo": "--model finder-3m",
     "policies": "",
 }
 NO_NUMBERS = ("x", "", "1,5", "½")
