@@ -2,8 +2,11 @@
 
 import os
 import signal
+import socket
+import struct
 import subprocess
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +74,12 @@ def test_a_recording_is_served_until_ctrl_c(run: Callable[..., Ran], tmp_path: P
             urllib.request.urlopen(root + missing)
     with pytest.raises(urllib.error.HTTPError, match="421"):
         urllib.request.urlopen(urllib.request.Request(root, headers={"Host": "elsewhere.example"}))
+    url = urllib.parse.urlsplit(root)
+    for _ in range(3):  # browsers that are closed before they have read
+        with socket.create_connection((url.hostname, url.port)) as left:
+            left.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            left.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert urllib.request.urlopen(root).status == 200
     shown.send_signal(signal.SIGINT)
     _, err = shown.communicate(timeout=30)
     assert shown.returncode == 0

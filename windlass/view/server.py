@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -82,6 +83,11 @@ class RecordingServer(ThreadingHTTPServer):
             super().__init__((HOST, port), _Handler)
         except (OSError, OverflowError) as error:
             raise UsageError(f"port {port} of {HOST} cannot be taken ({error}). Choose another with --port") from None
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Print the error of a request, but for a browser that closed its connection before the answer's end."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
     @property
     def address(self) -> str:
