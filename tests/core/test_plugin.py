@@ -115,7 +115,7 @@ def test_what_a_file_lacks_is_one_line(asked: Asked, spec: str, says: str, tmp_p
         ("x = 1\n\nimport not_there_at_all\n", ", line 3: ModuleNotFoundError: No module named 'not_there_at_all'"),
         ("def f():\n    return 1 / 0\nf()\n", ", line 2: ZeroDivisionError: division by zero"),
         ("import sys\nsys.exit(3)\n", ", line 2: SystemExit: 3"),
-        ("\0", ", line 1: syntax error: source code string cannot contain null bytes"),
+        ("x = 1\n\0", ", line 2: a null byte. Save the file as text"),
     ],
 )
 def test_a_broken_file_is_one_line_that_names_its_own(asked: Asked, tmp_path: Path, source: str, says: str):

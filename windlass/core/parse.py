@@ -287,9 +287,14 @@ class PluginKind:
         # A traceback, or a tool that walks all modules, opens their sources: a pipe would make it wait for ever.
         source = str(path) if path.is_file() else f"<{path}>"
         try:
-            code = compile(read_bytes(path, file), source, "exec")
+            text = read_bytes(path, file)
         except UsageError as error:
             raise self.error(str(error)) from None
+        if (null := text.find(b"\0")) >= 0:  # the compiler's words for it changed with Python 3.11.4
+            number = text.count(b"\n", 0, null) + 1
+            raise self.error(f"{file}, line {number}: a null byte. Save the file as text")
+        try:
+            code = compile(text, source, "exec")
         except SyntaxError as error:
             raise self.error(f"{file}, line {error.lineno or 1}: syntax error: {error.msg}") from None
         except (ValueError, RecursionError, MemoryError) as error:  # nested brackets raise the last two
