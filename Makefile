@@ -1,6 +1,8 @@
 .PHONY: demo serve-demo test test-all coverage check docs install bench-peers bench-clients clean
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests start dozens of processes. Each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 STAMP := .venv/installed
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard windlass/kernels/cpu/*.cpp windlass/kernels/cpu/*.hpp)
 PEERS := .venv-peers

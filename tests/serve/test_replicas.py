@@ -19,6 +19,7 @@ from windlass.core.errors import UsageError
 from windlass.engine.request import EngineLimits
 from windlass.serve.run import DrainingServer, ServeOptions, bound
 
+pytestmark = pytest.mark.slow  # a Ray and two processes with a model each
 RETRY_S = 1.0
 ROWS, QUEUE = 4, 4
 SERVE = ServeOptions(
