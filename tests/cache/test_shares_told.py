@@ -1,5 +1,7 @@
 """Refusals and descriptions of a cache with shares."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +9,9 @@ import pytest
 from tests.helpers.models import Models, Text, read
 from tests.helpers.shares import ALIKE, APART
 from windlass import KVCache, Shares, UsageError
+from windlass.cache.shares import SHIPPED, shipped, write
+from windlass.cache.shares import read as read_shares
+from windlass.hf.forward import model_info
 
 
 @pytest.mark.usefixtures("any_type")
@@ -44,3 +49,26 @@ def test_a_cache_says_by_which_shares_it_keeps(attached_model: Models, text: Tex
     plain = KVCache(model, 26, "key_diff", 2, 4)
     assert "shares" not in repr(plain) + plain.describe()
     assert plain.options.labels()["shares"] == "none"
+
+
+def test_shares_that_come_with_windlass_are_found_by_the_weights(attached_model: Models, tmp_path: Path) -> None:
+    model, other = attached_model("llama"), attached_model("qwen2")
+    own = Shares(APART, model=type(model).__name__, fingerprint=model_info(model).fingerprint())
+    write(replace(own, fingerprint="0abc"), tmp_path / "a.json")
+    assert shipped(model_info(model), tmp_path) is None
+    write(own, tmp_path / "b.json")
+    assert shipped(model_info(model), tmp_path) == replace(own, name="b.json")
+    assert shipped(model_info(other), tmp_path) is None
+    assert KVCache(model, 30, shares="auto").options.shares is None
+    assert all(read_shares(file).fingerprint for file in SHIPPED.glob("*.json"))
+
+
+def test_auto_takes_the_shares_of_the_weights(
+    attached_model: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = attached_model("llama")
+    own = Shares(APART, model=type(model).__name__, fingerprint=model_info(model).fingerprint())
+    write(own, tmp_path / "own.json")
+    monkeypatch.setattr(shipped, "__defaults__", (tmp_path,))
+    assert KVCache(model, 30, shares="auto").options.labels()["shares"] == "own.json"
+    assert KVCache(model, shares="auto").options.shares is None

@@ -21,7 +21,8 @@ from transformers import (
 
 import windlass
 from tests.helpers.caches import assert_same
-from windlass import KVCache, UsageError, kernels
+from tests.helpers.shares import APART
+from windlass import KVCache, Shares, UsageError, kernels
 from windlass.cache.fused import FusedDecode
 from windlass.hf.cpu_decoder import WholeDecoder
 from windlass.testing import tiny_model
@@ -32,6 +33,7 @@ if not kernels.has_linear("cpu"):
 from windlass.kernels.cpu.decode import DecoderSteps
 
 TOLERANCE = 1e-5
+LAYERS_APART = [[1.5] * 3, [0.5] * 3]
 POLICIES = ["recent", "h2o", "tova", "snapkv", "key_diff"]
 
 
@@ -76,12 +78,14 @@ def test_it_equals_the_plain_model(family: str, batch: int, calls: list[int]) ->
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("shares", [None, LAYERS_APART, APART], ids=["equal", "layers", "heads"])
 def test_it_leaves_what_layers_by_themselves_leave(
-    policy: str, batch: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    policy: str, batch: int, shares: list[list[float]] | None, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last bit: logits, slots, state, and the remainder after a rollback."""
     model, text = windlass.attach(tiny_model("qwen3")), tokens(47, batch)
-    caches = [KVCache(model, batch=batch, budget=16, policy=policy, rollback=3) for _ in range(2)]
+    own = None if shares is None else Shares(shares)
+    caches = [KVCache(model, batch=batch, budget=16, policy=policy, rollback=3, shares=own) for _ in range(2)]
     calls.clear()
     ours = fed(model, caches[0], text, 15)
     assert len(calls) >= 14
@@ -97,13 +101,20 @@ def test_it_leaves_what_layers_by_themselves_leave(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(("rollback", "budget"), [(0, 16), (3, 16), (3, 48)])
+@pytest.mark.parametrize(("rollback", "budget", "shares"), [(0, 16, None), (3, 16, APART), (3, 48, None)])
 def test_readers_and_forgotten_steps_leave_what_layers_by_themselves_leave(
-    policy: str, batch: int, rollback: int, budget: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    policy: str,
+    batch: int,
+    rollback: int,
+    budget: int,
+    shares: list[list[float]] | None,
+    calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bytes are counted, steps forgotten, passes interrupted and taken back between two tokens, in any order."""
     model, text = windlass.attach(tiny_model("llama")), tokens(70, batch)
     options: dict[str, Any] = {"policy": policy, "rollback": rollback, "budget": budget, "recall": 16}
+    options["shares"] = None if shares is None else Shares(shares)
     caches = [KVCache(model, batch=batch, **options) for _ in range(2)]
     run, told = FusedDecode.run, list[list[Any]]()
 

@@ -287,9 +287,9 @@ class TextCache(CacheState):
         assert step is not None, "a decode step outside of a pass"
         if fused is not None and fused.serves(decoder, hidden, step, self.positions):
             return fused
-        if self.recurrent or len(self.layers) != len(decoder) or any(each.whole is None for each in self.by_layer):
+        if self.recurrent or len(self.by_layer) != len(decoder):
             return None
-        self._fused = FusedDecode.of(self.layers, decoder, hidden, step, self.positions, calls())
+        self._fused = FusedDecode.of(self.by_layer, decoder, hidden, step, self.positions, calls())
         return self._fused
 
     @no_inference_mode

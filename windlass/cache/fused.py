@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from windlass import kernels
 from windlass.cache.decode import KernelHandle, LayerCall, LayerStep, Released
+from windlass.cache.head_groups import HeadGroups
 from windlass.cache.history import History
 from windlass.cache.layer import SlotLayer
 from windlass.cache.recall import TOKEN_INDEX
@@ -78,6 +79,15 @@ class DecodePlan:
         return self.after.logs[-1]
 
 
+class FusedLayer(NamedTuple):
+    """A decoder layer with its slots, or with those of some of its heads, and the kernels of both."""
+
+    layer: SlotLayer
+    decoder: FewTokens
+    asked: LayerStep
+    handle: KernelHandle
+
+
 @final
 class FusedDecode:
     """Decode steps of all layers of a cache, for the `kernels` of one model's decoder. Plan a step, then run it.
@@ -86,22 +96,16 @@ class FusedDecode:
     their histories and counts are those from before the steps.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[SlotLayer],
-        asked: Sequence[LayerStep],
-        handles: Sequence[KernelHandle],
-        decoder: Sequence[FewTokens],
-        hidden: Hidden,
-    ) -> None:
+    def __init__(self, parts: Sequence[FusedLayer], decoder: Sequence[FewTokens], hidden: Hidden) -> None:
         from windlass.kernels.cpu.decode import LayerSlots  # late: it needs the compiled module
 
+        layers, handles, asked = [each.layer for each in parts], [each.handle for each in parts], parts[0].asked
         self._layers, self.decoder, first = tuple(layers), decoder, layers[0]
-        self._mode, self._shape, self._dtype = asked[0].mode, hidden.shape, hidden.dtype
+        self._mode, self._shape, self._dtype = asked.mode, hidden.shape, hidden.dtype
         self._tensors = [tensor for handle in handles for weak in handle.tensors if (tensor := weak()) is not None]
         self._end = min(handle.end for handle in handles)
         self._left = min(map(_steps_left, layers, handles))
-        self._has_sinks = first.rules.row_sinks(asked[0].step) is not None
+        self._has_sinks = first.rules.row_sinks(asked.step) is not None
         self._limit = first.rules.limits.rollback
         self._initializes = find(first.policy, Initializer) is not None  # type: ignore[type-abstract]  # none is made
         self._is_kept = any(handle.keeps_observed(hidden.shape[0]) for handle in handles)
@@ -110,6 +114,7 @@ class FusedDecode:
                 LayerSlots(
                     layer=kernel,
                     decode=handle.kernel,
+                    heads=layer.heads,
                     positions=layer.table.positions,
                     state=tuple(layer.table.state.values()),
                     budget=layer.budget,
@@ -118,7 +123,7 @@ class FusedDecode:
                     is_observed=handle.observes,
                     recall_positions=None if layer.table.recall is None else layer.table.recall.positions,
                 )
-                for layer, kernel, handle in zip(layers, decoder, handles, strict=True)
+                for layer, kernel, _, handle in parts
             ],
             hidden,
             self._is_kept,
@@ -138,7 +143,7 @@ class FusedDecode:
     @classmethod
     def of(
         cls,
-        layers: Sequence[SlotLayer],
+        layers: Sequence[HeadGroups],
         decoder: Sequence[FewTokens],
         hidden: Hidden,
         step: Step,
@@ -149,15 +154,16 @@ class FusedDecode:
 
         `hidden` gives shape and dtype.
         """
-        asked, handles = [], list[KernelHandle]()
-        for layer, kernel, call in zip(layers, decoder, calls, strict=True):
+        parts = list[FusedLayer]()
+        for groups, kernel, attention in zip(layers, decoder, calls, strict=True):
             queries, keys, values = kernel.states(hidden)
-            one = layer.asked(LayerCall(queries, keys, values, step, mode, call))
-            if layer.is_empty or (handle := layer.whole_step(one)) is None:
-                return None
-            asked.append(one)
-            handles.append(handle)
-        return cls(layers, asked, handles, decoder, hidden) if _are_alike(layers, step) else None
+            call = LayerCall(queries, keys, values, step, mode, attention)
+            for layer, own in zip(groups.layers, groups.calls(call), strict=True):
+                asked = layer.asked(own)
+                if layer.is_empty or (handle := layer.whole_step(asked)) is None:
+                    return None
+                parts.append(FusedLayer(layer, kernel, asked, handle))
+        return cls(parts, decoder, hidden) if _are_alike([each.layer for each in parts], step) else None
 
     def serves(self, decoder: Sequence[FewTokens], hidden: Hidden, step: Step, mode: PositionMode) -> bool:
         """Return True if a step is one of those that this was made for."""

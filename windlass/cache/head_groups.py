@@ -15,6 +15,7 @@ from windlass.cache.layer import SlotLayer
 from windlass.cache.options import CacheOptions
 from windlass.cache.shares import Heads
 from windlass.core.errors import UsageError
+from windlass.core.parse import AUTO
 from windlass.core.step import AttentionCall, Limits
 from windlass.core.types import Attended, Queries
 from windlass.policies.base import Budgeter
@@ -32,6 +33,7 @@ class Leaf(NamedTuple):
 def leaves_of(options: CacheOptions, layers: int) -> list[Leaf]:
     """The leaves of a cache, layer by layer from the bottom up."""
     limits, shares = options.limits, options.shares
+    assert shares != AUTO, "shares of no model"
     if shares is None:
         return [Leaf(layer, None, own) for layer, own in enumerate(_layer_limits(options, layers))]
     budgets = None if limits.budget is None else shares.budgets(limits)
@@ -91,10 +93,17 @@ class HeadGroups:
     def step(self, take: Take, call: LayerCall) -> Attended:
         """Take a step of each group of heads by itself. Returns the attention of all queries.
 
+        Raises: UsageError as `calls` does.
+        """
+        return self.joined([take(*each) for each in zip(self.layers, self.calls(call), strict=True)])
+
+    def calls(self, call: LayerCall) -> list[LayerCall]:
+        """The call of each group of heads.
+
         Raises: UsageError for another number of kv heads, or an indexer, whose picks are for all heads.
         """
         if self.whole is not None:
-            return take(self.whole, call)
+            return [call]
         if call.keys.shape[1] != self.kv_heads:
             raise UsageError(
                 f"layer {self.layers[0].index} has {call.keys.shape[1]} kv heads here, and its shares are of "
@@ -103,12 +112,12 @@ class HeadGroups:
         if call.attention.picker is not None:
             raise UsageError("shares: the indexer of this model picks tokens for all heads at once. Leave shares out")
         states = (self.split(each) for each in (call.queries, call.keys, call.values))
-        each = zip(self.layers, *states, self._calls(call.attention), strict=True)
-        return self.joined([take(layer, LayerCall(q, k, v, call.step, call.mode, own)) for layer, q, k, v, own in each])
+        each = zip(*states, self._attention_calls(call.attention), strict=True)
+        return [LayerCall(q, k, v, call.step, call.mode, own) for q, k, v, own in each]
 
     def read(self, read: Read, queries: Queries, call: AttentionCall) -> Attended:
         """Attention of queries of a layer without keys of its own, each group of heads by itself."""
-        each = zip(self.layers, self.split(queries), self._calls(call), strict=True)
+        each = zip(self.layers, self.split(queries), self._attention_calls(call), strict=True)
         return self.joined([read(*own) for own in each])
 
     def split(self, states: Tensor, dim: int = 1) -> list[Tensor]:
@@ -128,7 +137,7 @@ class HeadGroups:
             found |= zip(heads, part.chunk(len(heads), 1), strict=True)
         return torch.cat([found[head] for head in range(self.kv_heads)], 1)
 
-    def _calls(self, call: AttentionCall) -> list[AttentionCall]:
+    def _attention_calls(self, call: AttentionCall) -> list[AttentionCall]:
         if call.sink_logits is None:
             return [call] * len(self.layers)
         return [replace(call, sink_logits=own) for own in self.split(call.sink_logits, 0)]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # for type checkers only: at run time fields accept names ins
     from pathlib import Path
 
     from windlass.cache.merging import Merge
-    from windlass.cache.shares import Shares
+    from windlass.cache.shares import Auto, Shares
     from windlass.core.step import Limits
     from windlass.policies import Policy
     from windlass.positions.modes import PositionMode
@@ -250,10 +250,11 @@ class CacheOptions:
             metavar="FOLDER",
         )
     )
-    shares: Shares | None = declared(
+    shares: Shares | Auto | None = declared(
         Option(
             None,
-            "Each layer's and kv head's share of the budget, measured by `windlass calibrate --shares`",
+            "Each layer's and kv head's share of the budget, a file of `windlass calibrate --shares`. auto takes those "
+            "that come with Windlass for these weights, or equal shares",
             usual="equal shares",
             metavar="FILE",
             label=lambda options: NO_SHARES if options.shares is None else str(options.shares),
@@ -336,14 +337,14 @@ class CacheOptions:
             "merge": None if self.merge is None else str(self.merge),
             "recall": self.recall,
             "recall_store": self.recall_store.name,
-            "shares": None if self.shares is None else self.shares.document(),
+            "shares": self.shares if self.shares is None or self.shares == AUTO else self.shares.document(),
         }
 
     @classmethod
     def from_document(cls, document: dict[str, Any], policy: Policy) -> CacheOptions:
         """The options that `document` was made of. A missing option gets its default."""
         options = dict(document)
-        if options.get("shares") is not None:
+        if isinstance(options.get("shares"), dict):
             from windlass.cache.shares import Shares
 
             options["shares"] = Shares.from_document(options["shares"])

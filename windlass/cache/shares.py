@@ -6,14 +6,17 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from windlass.core.errors import UsageError, check_kind
 from windlass.core.files import read_bytes, replacing
+from windlass.core.parse import AUTO
 from windlass.core.step import Limits
 from windlass.core.types import ModelInfo
 
+Auto = Literal["auto"]
 MAX_NAME = 255  # characters of a name, as of a file's
 Heads = tuple[int, ...]
 
@@ -129,15 +132,26 @@ def _rounded(wanted: Sequence[float], sizes: Sequence[int], mean: int) -> list[i
 KIND: Final = "windlass shares"
 VERSION: Final = 1
 AGAIN: Final = "Make it with `windlass calibrate MODEL TEXT --shares -o FILE`"
+SHIPPED: Final = Path(str(resources.files("windlass"))) / "assets" / "shares"
 
 
-def shares_of(spec: str | Path | Shares | None) -> Shares | None:
-    """The shares in a file, named after it. Shares and None are returned as they are.
+def shares_of(spec: str | Path | Shares | None) -> Shares | Auto | None:
+    """The shares in a file, named after it. Shares, None and "auto" are returned as they are.
 
     Raises: UsageError for a file that cannot be read, or holds no shares.
     """
-    check_kind("shares", spec, (str, Path, Shares, type(None)), "a file of `windlass calibrate --shares`, or Shares")
+    kinds = (str, Path, Shares, type(None))
+    check_kind("shares", spec, kinds, 'a file of `windlass calibrate --shares`, Shares, or "auto"')
+    if spec == AUTO:
+        return AUTO
     return read(Path(spec)) if isinstance(spec, str | Path) else spec
+
+
+def shipped(model: ModelInfo, folder: Path = SHIPPED) -> Shares | None:
+    """The shares of this model among those that come with Windlass, or None. The weights' fingerprint finds them."""
+    files = [read(file) for file in sorted(folder.glob("*.json"))]
+    known = [each for each in files if (each.model, len(each.layers)) == (model.name, model.layers)]
+    return next((each for each in known if each.fingerprint == model.fingerprint()), None)
 
 
 def write(shares: Shares, path: Path) -> None:

@@ -26,7 +26,8 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions, half_of
-from windlass.cache.shares import Shares, shares_of
+from windlass.cache.shares import Shares
+from windlass.cache.shares import read as read_shares
 from windlass.cli.terminal import INTERRUPTED, Bar, as_interrupts, loading, note, progress, say
 from windlass.core.errors import UsageError
 from windlass.core.files import read_text
@@ -296,7 +297,7 @@ def demo(options: Options, is_json: bool) -> int:
 
 def fitted(folder: Path) -> tuple[LinearScorer, Shares | None]:
     """The scorer and the shares that were fitted to the model in this folder."""
-    return LinearScorer(str(folder / "scorer.safetensors")), shares_of(folder / "shares.json")
+    return LinearScorer(str(folder / "scorer.safetensors")), read_shares(folder / "shares.json")
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int = SHORT) -> str:

@@ -15,7 +15,7 @@ from windlass.cache.compress import compress
 from windlass.cache.merging import Merge, checked_merge
 from windlass.cache.options import DEFAULT_RECALL_STORE, CacheOptions
 from windlass.cache.recompute import Fitting
-from windlass.cache.shares import Shares
+from windlass.cache.shares import Shares, shipped
 from windlass.core.errors import UsageError, check_kind
 from windlass.core.parse import AUTO, check_recall
 from windlass.core.step import PROMPT, READ, no_inference_mode
@@ -144,7 +144,8 @@ class KVCache(ModelCache):
     `recall_folder`.
     `recall_store`: format of the recall store: "plain", "int8" or "int4".
     `shares`: the part of the budget that each layer and kv head gets, as a file of `windlass calibrate --shares` or
-    `windlass.Shares`. The total over all heads is unchanged. None gives all heads the same.
+    `windlass.Shares`. The total over all heads is unchanged. None gives all heads the same. "auto" takes the shares
+    that come with Windlass for these weights, if there are any and a budget.
 
     Raises: UsageError for limits that cannot be honoured, or a model that is not attached.
     """
@@ -190,7 +191,9 @@ class KVCache(ModelCache):
         trained = find(options.policy, ModelSpecific)
         if trained is not None:
             trained.check(model_info(model))
-        if options.shares is not None:
+        if options.shares == AUTO:
+            options = replace(options, shares=None if budget is None else shipped(model_info(model)))
+        elif options.shares is not None:
             options.shares.check(model_info(model))
         checked_merge(options.merge, options.budget, options.store, options.policy)
         device, config = device_of_inputs(model), model.config.get_text_config()

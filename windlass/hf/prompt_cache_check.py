@@ -19,7 +19,7 @@ from windlass.cache.recall import POSITIONS, RECALL
 from windlass.cache.recall import TOKEN_INDEX as TOKEN_INDEX_STATE
 from windlass.cache.slot_table import STATE, STATISTICS
 from windlass.core.errors import UsageError
-from windlass.core.parse import MAX_NUMBER, check_recall
+from windlass.core.parse import AUTO, MAX_NUMBER, check_recall
 from windlass.core.positions import EMPTY, PLACES
 from windlass.core.step import HEADROOM, AttentionCall
 from windlass.hf.attach import attached
@@ -105,6 +105,7 @@ def layer_plans(
 
 def _leaf_shapes(options: CacheOptions, shapes: Sequence[LayerShape]) -> list[LayerShape]:
     """The shapes of the cache's `layers`, of which each has all heads of a layer of the model, or some of them."""
+    assert options.shares != AUTO, "shares of no model"
     if options.shares is not None:
         ours = [shape.kv_heads for shape in shapes]
         theirs = [None if own is None else len(own) for own in options.shares.layers]

@@ -155,9 +155,17 @@ class DecoderLayer:
     def after(self, tokens: int, hidden: int, attended: int, result: int, threads: int, /) -> None: ...
 
 # a layer, its decode kernel, positions and state, rows and slots, budget (negative: none) with tokens held and whether
-# any was evicted, whether the first state is observed, positions of a recall store and their number in a row
+# any was evicted, whether the first state is observed, positions of a recall store and their number in a row, kv heads
+# (none: all) with whether these are the first and the last of their layer
 LayerArguments = tuple[
-    DecoderLayer, Decode, tuple[int, list[int]], tuple[int, int], tuple[int, int, bool], bool, tuple[int, int]
+    DecoderLayer,
+    Decode,
+    tuple[int, list[int]],
+    tuple[int, int],
+    tuple[int, int, bool],
+    bool,
+    tuple[int, int],
+    tuple[list[int], bool, bool],
 ]
 # hidden, result, positions, next positions, starts, sinks of rows, tokens of any row at most
 GivenArguments = tuple[int, int, int, int, int, int, int]

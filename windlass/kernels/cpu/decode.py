@@ -225,7 +225,8 @@ class LayerSlots:
     """A decoder layer, the kernel of its decode steps, and its slots, which the steps change in place.
 
     `held` are tokens of any row at most, and `budget` is the most of them at rest. `is_observed`: a step changes the
-    state of all slots. `recall_positions` (batch, tokens) are those of the recall store, which all rows share.
+    state of all slots. `recall_positions` (batch, tokens) are those of the recall store, which all rows share. `heads`
+    are the kv heads of the decoder layer that have these slots (None: all), in a layer whose heads lie apart.
     """
 
     layer: FewTokens
@@ -237,6 +238,12 @@ class LayerSlots:
     has_evicted: bool
     is_observed: bool
     recall_positions: Tensor | None
+    heads: tuple[int, ...] | None
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of kv heads that have these slots."""
+        return self.layer.heads[1] if self.heads is None else len(self.heads)
 
     @property
     def rows(self) -> int:
@@ -282,11 +289,19 @@ class DecoderSteps:
         self._is_kept, self._keeps_keys = is_kept, keeps_keys
         self._rows = sum(each.rows for each in layers)
         self._state_sizes = [each.positions.numel() if each.is_observed else 0 for each in layers]
-        self._slots = [each.positions.shape[2] for each in layers]
+        self._masses = [self._batch * each.kv_heads * each.positions.shape[2] for each in layers]
+        self._kept_heads = [each.kv_heads for each in layers]
         self._starts = [sum(each.rows for each in layers[:at]) for at in range(len(layers))]
         self._native = _native.DecoderSteps(
             (self._batch, self._heads, self._kv_heads, self._head_dim, hidden.shape[2], hidden.itemsize),
-            [_slots_arguments(each) for each in layers],
+            [
+                _slots_arguments(
+                    each,
+                    before is None or before.layer is not each.layer,
+                    after is None or after.layer is not each.layer,
+                )
+                for before, each, after in zip((None, *layers[:-1]), layers, (*layers[1:], None), strict=True)
+            ],
         )
 
     @property
@@ -296,8 +311,9 @@ class DecoderSteps:
 
     def memory(self) -> StepMemory:
         """New memory for a step."""
-        state, heads = sum(self._state_sizes), len(self._layers) * self._batch * self._head_dim
-        mass = self._batch * self._kv_heads * sum(self._slots)
+        state, mass = sum(self._state_sizes), sum(self._masses)
+        keys = self._batch * self._head_dim * sum(self._kept_heads)
+        queries = keys * self._heads // self._kv_heads
         keeps_queries = self._is_kept or self._keeps_keys
         return StepMemory(
             written=torch.empty(self._rows, dtype=torch.int64),
@@ -305,8 +321,8 @@ class DecoderSteps:
             evicted_positions=torch.empty(self._rows, dtype=torch.int32),
             state=torch.empty(state) if state else None,
             mass=torch.empty(mass) if self._is_kept else None,
-            queries=torch.empty(heads * self._heads, dtype=self._dtype) if keeps_queries else None,
-            keys=torch.empty(heads * self._kv_heads, dtype=self._dtype) if self._keeps_keys else None,
+            queries=torch.empty(queries, dtype=self._dtype) if keeps_queries else None,
+            keys=torch.empty(keys, dtype=self._dtype) if self._keeps_keys else None,
         )
 
     def step(self, token: TokenInput, memory: StepMemory, released: Sequence[StepMemory]) -> Hidden:
@@ -339,25 +355,30 @@ class DecoderSteps:
         """The attention that the slots of a layer got in a step."""
         if memory.mass is None or not self._layers[layer].is_observed:
             return None
-        sizes = [self._batch * self._kv_heads * slots for slots in self._slots]
-        return Mass(memory.mass.split(sizes)[layer].view(self._batch, self._kv_heads, 1, -1), None)
+        own: Tensor = memory.mass.split(self._masses)[layer]
+        return Mass(own.view(self._batch, self._kept_heads[layer], 1, -1), None)
 
     def queries(self, memory: StepMemory, layer: int) -> Queries:
         """The queries of a step in a layer."""
         assert memory.queries is not None, "queries that nobody kept"
-        return memory.queries.view(len(self._layers), self._batch, self._heads, 1, self._head_dim)[layer]
+        return self._states(memory.queries, layer)
 
     def keys(self, memory: StepMemory, layer: int) -> NewKeys:
         """The keys of a step in a layer."""
         assert memory.keys is not None, "keys that nobody kept"
-        return memory.keys.view(len(self._layers), self._batch, self._kv_heads, 1, self._head_dim)[layer]
+        return self._states(memory.keys, layer)
+
+    def _states(self, states: Tensor, layer: int) -> Tensor:
+        """The states of a layer's heads, out of those of all layers."""
+        own: Tensor = states.view(sum(self._kept_heads), -1).split(self._kept_heads)[layer]
+        return own.reshape(self._batch, -1, 1, self._head_dim)
 
     def _part(self, tensor: Tensor, layer: int) -> Tensor:
         start, rows = self._starts[layer], self._layers[layer].rows
         return tensor[start : start + rows].view(self._batch, -1, 1)
 
 
-def _slots_arguments(slots: LayerSlots) -> "_native.LayerArguments":
+def _slots_arguments(slots: LayerSlots, is_first: bool, is_last: bool) -> "_native.LayerArguments":
     recall = slots.recall_positions
     budget = -1 if slots.budget is None else slots.budget
     return (
@@ -368,6 +389,7 @@ def _slots_arguments(slots: LayerSlots) -> "_native.LayerArguments":
         (budget, slots.held, slots.has_evicted),
         slots.is_observed,
         (0, 0) if recall is None else (recall.data_ptr(), recall.shape[1]),
+        (list(slots.heads or ()), is_first, is_last),
     )
 
 

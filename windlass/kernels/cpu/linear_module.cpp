@@ -108,7 +108,8 @@ void after(const BoundLayer &bound, int tokens, Address hidden, Address attended
 class DecoderSteps {
   public:
     // `held`: the most tokens of a row. `budget`: the most of them between steps, negative without a limit. In a layer
-    // that recalls, `recall_positions` (batch, `recall_tokens`) are the positions of the store's tokens.
+    // that recalls, `recall_positions` (batch, `recall_tokens`) are the positions of the store's tokens. Kv heads with
+    // slots of their own are several of these, one after the other, each with its `heads` (empty: all of them).
     struct Layer {
         const BoundLayer *bound;
         Decode *decode;
@@ -119,7 +120,9 @@ class DecoderSteps {
         bool has_evicted, is_observed;
         std::int32_t *recall_positions;
         std::int64_t recall_tokens;
-        std::int64_t at = 0, state_at = 0, mass_at = 0;  // where its part of a step's memory begins
+        std::vector<int> heads;
+        bool is_first, is_last;  // of those of one decoder layer
+        std::int64_t at = 0, state_at = 0, mass_at = 0, heads_at = 0;  // where its part of a step's memory begins
     };
     struct Sizes {
         int batch, heads, kv_heads, head_dim, width, number_bytes;  // width: numbers of `hidden`
@@ -145,10 +148,10 @@ class DecoderSteps {
             const Layer &before = layers[i - 1];
             layers[i].at = before.at + before.rows;
             layers[i].state_at = before.state_at + (before.is_observed ? before.rows * before.slots : 0);
-            layers[i].mass_at = before.mass_at + std::int64_t(sizes.batch) * sizes.kv_heads * before.slots;
+            layers[i].mass_at = before.mass_at + std::int64_t(sizes.batch) * kv_heads(before) * before.slots;
+            layers[i].heads_at = before.heads_at + kv_heads(before);
         }
-        const std::size_t query = bytes(sizes.heads), key = bytes(sizes.kv_heads);
-        own.resize(2 * query + 2 * key + 2 * hidden_bytes());
+        own.resize(2 * states_bytes() + 2 * hidden_bytes());
     }
 
     void step(const Given &given, const Undo &undo, const Released &released, int threads) {
@@ -161,20 +164,35 @@ class DecoderSteps {
         float *scratch = scratch_of(floats);
         nb::gil_scoped_release unlocked;
         const std::uint8_t *hidden = given.hidden;
+        int decoder_layers = 0;
         for (std::size_t i = 0; i < layers.size(); ++i) {
             Layer &layer = layers[i];
             const BoundLayer &bound = *layer.bound;
             const Decode::Given &now = steps[i];
-            auto *result = i + 1 == layers.size() ? given.result : scratch_hidden(i % 2);
+            const bool has_all = layer.heads.empty();
             const auto part = [](const void *states) { return const_cast<std::uint8_t *>(static_cast<const std::uint8_t *>(states)); };
             if (undo.state && layer.is_observed)
                 std::memcpy(undo.state + layer.state_at, layer.state[0], layer.rows * layer.slots * sizeof(float));
             if (!now.evicted) std::fill_n(undo.evicted_positions + layer.at, layer.rows, -1);
-            bound.kernels.before_attention(
-                bound.layer, {sizes.batch, hidden, part(now.queries), part(now.keys.states), part(now.values.states)}, scratch, threads);
+            const BeforeAttention states{sizes.batch, hidden, part(now.queries), part(now.keys.states), part(now.values.states)};
+            const BeforeAttention joined{sizes.batch, hidden, states_of(true).queries, states_of(true).keys, states_of(true).values};
+            if (layer.is_first) bound.kernels.before_attention(bound.layer, has_all ? states : joined, scratch, threads);
+            if (!has_all) {
+                const auto take = [](std::uint8_t *all, std::uint8_t *some, std::size_t size) { std::memcpy(some, all, size); };
+                each_head(layer, sizes.heads / sizes.kv_heads, joined.queries, states.queries, take);
+                each_head(layer, 1, joined.keys, states.keys, take);
+                each_head(layer, 1, joined.values, states.values, take);
+            }
             layer.decode->step(now, scratch, threads);
-            bound.kernels.after_attention(bound.layer, {sizes.batch, hidden, now.out, result}, scratch, threads);
-            hidden = result;
+            if (!has_all)
+                each_head(layer, sizes.heads / sizes.kv_heads, states_of(true).out, now.out,
+                          [](std::uint8_t *all, std::uint8_t *some, std::size_t size) { std::memcpy(all, some, size); });
+            if (layer.is_last) {
+                auto *result = i + 1 == layers.size() ? given.result : scratch_hidden(decoder_layers++ % 2);
+                const std::uint8_t *attended = has_all ? now.out : states_of(true).out;
+                bound.kernels.after_attention(bound.layer, {sizes.batch, hidden, attended, result}, scratch, threads);
+                hidden = result;
+            }
             if (layer.recall_positions)
                 for (int row = 0; row < sizes.batch; ++row)
                     if (given.positions[row] >= 0)
@@ -219,33 +237,51 @@ class DecoderSteps {
     Sizes sizes;
     std::vector<Layer> layers;
     std::vector<std::pair<std::int64_t, bool>> before;  // `held` and `has_evicted` of each layer before the latest step
-    std::vector<std::uint8_t> own;                      // queries, their results, keys, values, and two of `hidden`
+    std::vector<std::uint8_t> own;                      // states of some heads, of all heads, and two of `hidden`
 
     std::size_t bytes(int heads) const { return std::size_t(sizes.batch) * heads * sizes.head_dim * sizes.number_bytes; }
     std::size_t hidden_bytes() const { return std::size_t(sizes.batch) * sizes.width * sizes.number_bytes; }
-    std::uint8_t *scratch_hidden(std::size_t number) {
-        return own.data() + 2 * bytes(sizes.heads) + 2 * bytes(sizes.kv_heads) + number * hidden_bytes();
+    std::size_t states_bytes() const { return 2 * bytes(sizes.heads) + 2 * bytes(sizes.kv_heads); }
+    std::uint8_t *scratch_hidden(std::size_t number) { return own.data() + 2 * states_bytes() + number * hidden_bytes(); }
+    int kv_heads(const Layer &layer) const { return layer.heads.empty() ? sizes.kv_heads : int(layer.heads.size()); }
+
+    struct OwnStates {
+        std::uint8_t *queries, *out, *keys, *values;
+    };
+    // Memory for the states of the heads of a `Layer`, or, joined, of all heads of a decoder layer.
+    OwnStates states_of(bool is_joined) {
+        std::uint8_t *first = own.data() + (is_joined ? states_bytes() : 0);
+        const std::size_t query = bytes(sizes.heads), key = bytes(sizes.kv_heads);
+        return {first, first + query, first + 2 * query, first + 2 * query + key};
+    }
+    // Copies between all heads and those of a layer, of which each kv head has `count`, in every row.
+    template <class Copy>
+    void each_head(const Layer &layer, int count, std::uint8_t *all, std::uint8_t *some, const Copy &copy) const {
+        const std::size_t size = std::size_t(count) * sizes.head_dim * sizes.number_bytes;
+        for (int row = 0; row < sizes.batch; ++row)
+            for (std::size_t i = 0; i < layer.heads.size(); ++i)
+                copy(all + (std::size_t(row) * sizes.kv_heads + layer.heads[i]) * size, some + (row * layer.heads.size() + i) * size, size);
     }
 
     Decode::Given given_of(std::size_t number, const Given &given, const Undo &undo, const Released &released) {
         Layer &layer = layers[number];
-        const std::size_t query = bytes(sizes.heads), key = bytes(sizes.kv_heads);
-        const std::uint8_t *queries = undo.queries ? undo.queries + number * query : own.data();
-        const std::uint8_t *keys = undo.keys ? undo.keys + number * key : own.data() + 2 * query;
-        const std::uint8_t *values = own.data() + 2 * query + key;
-        const std::int64_t row = std::int64_t(sizes.heads) * sizes.head_dim, kv_row = std::int64_t(sizes.kv_heads) * sizes.head_dim;
+        const OwnStates states = states_of(false);
+        const int group = sizes.heads / sizes.kv_heads;
+        const std::uint8_t *queries = undo.queries ? undo.queries + layer.heads_at * bytes(group) : states.queries;
+        const std::uint8_t *keys = undo.keys ? undo.keys + layer.heads_at * bytes(1) : states.keys;
+        const std::int64_t kv_row = std::int64_t(kv_heads(layer)) * sizes.head_dim, row = group * kv_row;
         const std::int64_t head_bytes = std::int64_t(sizes.head_dim) * sizes.number_bytes;
         const bool is_evicting = layer.budget >= 0 && layer.held + given.longest > layer.budget;
         Decode::Given step{queries,
                            {row, sizes.head_dim},
                            {keys, kv_row * sizes.number_bytes, head_bytes},
-                           {values, kv_row * sizes.number_bytes, head_bytes},
+                           {states.values, kv_row * sizes.number_bytes, head_bytes},
                            given.positions,
                            given.next_positions,
                            {layer.positions, layer.positions},
                            {},
                            undo.written + layer.at,
-                           own.data() + query,
+                           states.out,
                            undo.mass && layer.is_observed ? undo.mass + layer.mass_at : nullptr,
                            is_evicting ? undo.evicted + layer.at : nullptr,
                            undo.evicted_positions + layer.at,
@@ -261,16 +297,17 @@ class DecoderSteps {
 
 using LayerArguments = std::tuple<const BoundLayer *, Decode *, std::pair<Address, std::vector<Address>>,
                                   std::tuple<std::int64_t, std::int64_t>, std::tuple<std::int64_t, std::int64_t, bool>, bool,
-                                  std::pair<Address, std::int64_t>>;
+                                  std::pair<Address, std::int64_t>, std::tuple<std::vector<int>, bool, bool>>;
 using GivenArguments = std::tuple<Address, Address, Address, Address, Address, Address, int>;
 using UndoArguments = std::tuple<Address, Address, Address, Address, Address, Address, Address>;
 using ReleasedArguments = std::vector<std::pair<Address, Address>>;
 
 DecoderSteps::Layer layer_of(const LayerArguments &from) {
-    const auto &[bound, decode, slots, sizes, bounds, is_observed, recall] = from;
+    const auto &[bound, decode, slots, sizes, bounds, is_observed, recall, heads] = from;
     DecoderSteps::Layer layer{bound, decode, at<std::int32_t>(slots.first), {}, std::get<0>(sizes), std::get<1>(sizes),
                               std::get<0>(bounds), std::get<1>(bounds), std::get<2>(bounds), is_observed,
-                              at<std::int32_t>(recall.first), recall.second};
+                              at<std::int32_t>(recall.first), recall.second, std::get<0>(heads), std::get<1>(heads),
+                              std::get<2>(heads)};
     for (const Address state : slots.second) layer.state.push_back(at<float>(state));
     return layer;
 }
