@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from quality.real_page import FULL, PIN
 from quality.real_tasks import PINNED, Material, chats, facts, streamed
 
 from windlass import CacheOptions, load
+from windlass.cache.shares import SHIPPED
+from windlass.cache.shares import read as read_shares
 from windlass.core.parse import DEFAULT_SINKS
 from windlass.policies import NAMES, ModelSpecific, OneShot, find
 
 RESULTS = Path(__file__).parents[1] / "results" / "smollm2.jsonl"
-RECALLED = "KeyDiff, half recalled"
+RECALLED, SHARED = "KeyDiff, half recalled", "KeyDiff, shares"
 KEY = ("table", "row", "tokens", "budget", "chunk", "part")
 UNIFORM = {"policy": "random(keep_prompt=False)"}
 Variants = dict[str, dict[str, Any]]  # options of `CacheOptions` by row. `half` recalls half of the budget
@@ -74,18 +76,29 @@ def streaming_policies() -> Variants:
     return {row: {"policy": spec} for row, spec in found.items()}
 
 
+def fitted_shares() -> Variants:
+    """`KeyDiff` with the shares that come with Windlass for these weights, which are decoded here."""
+    shares = read_shares(SHIPPED / "smollm2-135m-instruct-q4_1.json")
+    return {SHARED: {"shares": replace(shares, fingerprint="")}}
+
+
+def rows_of(table: str, tokens: int, budget: int, variants: Variants, chunk: int = 64, part: int = 0) -> list[Cell]:
+    """The full cache and these rows."""
+    rows = [Cell(table, row, tokens, budget, chunk, part, each) for row, each in variants.items()]
+    return [Cell(table, FULL, tokens, None, part=part), *rows]
+
+
 def beside(table: str, tokens: int, budget: int, variants: Variants, chunk: int = 64, part: int = 0) -> list[Cell]:
     """The full cache, these rows, and the controls: `Recent`, `Random`, and that with pinned tokens."""
     sinks = {"stream": PINNED, "agreement": PINNED, "facts": DEFAULT_SINKS, "chats": "system"}[table]
     controls: Variants = {"Recent": {"policy": "recent"}, "Random": UNIFORM, PIN: {**UNIFORM, "sinks": sinks}}
-    rows = [Cell(table, row, tokens, budget, chunk, part, each) for row, each in {**variants, **controls}.items()]
-    return [Cell(table, FULL, tokens, None, part=part), *rows]
+    return rows_of(table, tokens, budget, {**variants, **controls}, chunk, part)
 
 
 def cells() -> list[Cell]:
     """All cells, the most useful first."""
-    policies = streaming_policies()
-    few: Variants = {"KeyDiff": policies["KeyDiff"], RECALLED: {"half": True}}
+    policies, fitted = streaming_policies(), fitted_shares()
+    few: Variants = {"KeyDiff": policies["KeyDiff"], RECALLED: {"half": True}} | fitted
     core = few | {name: policies[name] for name in ("LagKV", "SnapKV")}
     changes: Variants = {f"KeyDiff, {x}": {"merge": x} for x in MERGES} | {
         f"KeyDiff, {x}": {"store": x} for x in STORES
@@ -93,13 +106,16 @@ def cells() -> list[Cell]:
     modes: Variants = {f"KeyDiff, {mode}": {"positions": mode} for mode in MODES}
     talks = few | {"KeyDiff, system text pinned": {"sinks": "system"}}
     ordered = beside("stream", 1536, 256, core) + beside("facts", 1000, 250, few)
-    ordered += beside("stream", 1536, 256, changes) + beside("chats", 0, 256, talks)
-    ordered += beside("facts", 1000, 500, few) + beside("facts", 1000, 125, few)
-    ordered += beside("stream", 1536, 256, few, 8) + beside("agreement", 1024, 256, few)
+    ordered += [cell for part in range(4) for cell in rows_of("facts", 1000, 250, few, part=part)]
+    ordered += beside("stream", 1536, 256, changes) + beside("facts", 1000, 125, few)
+    ordered += rows_of("facts", 1000, 500, few) + beside("agreement", 1024, 256, few)
+    ordered += rows_of("facts", 4000, 1000, few) + rows_of("facts", 4000, 500, few)
+    ordered += beside("stream", 1536, 256, few, 8) + beside("chats", 0, 256, talks)
+    ordered += rows_of("facts", 1000, 250, core) + beside("stream", 1536, 256, policies)
     for part in range(4):
         ordered += [cell for budget in (250, 500, 125) for cell in beside("facts", 1000, budget, few, part=part)]
         if part == 1:
-            ordered += beside("stream", 1536, 256, policies) + beside("stream", 1536, 256, core, 8)
+            ordered += beside("stream", 1536, 256, core, 8)
             ordered += [cell for budget in (1000, 500, 2000) for cell in beside("facts", 4000, budget, few)]
             ordered += beside("stream", 12_288, 256, modes)
         ordered += [cell for budget in (250, 500, 125) for cell in beside("facts", 1000, budget, core, part=part)]
