@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -132,7 +131,7 @@ def _rounded(wanted: Sequence[float], sizes: Sequence[int], mean: int) -> list[i
 KIND: Final = "windlass shares"
 VERSION: Final = 1
 AGAIN: Final = "Make it with `windlass calibrate MODEL TEXT --shares -o FILE`"
-SHIPPED: Final = Path(str(resources.files("windlass"))) / "assets" / "shares"
+SHIPPED: Final = Path(__file__).parents[1] / "assets" / "shares"
 
 
 def shares_of(spec: str | Path | Shares | None) -> Shares | Auto | None:
