@@ -139,9 +139,10 @@ def _append(output: Path, lines: str) -> None:
 
 
 Measured = TypeVar("Measured")
-SHARES_TEXTS: Final = 50
+SHARES_TEXTS: Final = 16
+SHARES_LENGTH: Final = 1_000  # tokens of each text
 SCORER_TEXTS: Final = 100
-LENGTH: Final = 500  # tokens of each text
+SCORER_LENGTH: Final = 500
 GROUPS: Final = 4  # sizes of a layer's heads, of shares
 SHOWN: Final = 5  # cheapest and dearest pairs in the summary of a calibration
 SCORER_WARNING: Final = (
@@ -195,11 +196,12 @@ def calibrate_shares(options: CalibrationOptions, asked: TextsArguments) -> int:
 
     Raises: WindlassError for invalid options.
     """
-    policy, budget = policy_of(asked.policy or "key_diff"), budget_of("--budget", asked.budget or "4x")
+    policy, budget = policy_of(asked.policy or "kvzip"), budget_of("--budget", asked.budget or "4x")
     return _of_texts(
         options,
         asked,
         SHARES_TEXTS,
+        SHARES_LENGTH,
         lambda model, texts, bar: calibrate.measure_shares(model, texts, policy, budget, asked.groups or GROUPS, bar),
         shares_file.write,
         _shares_table,
@@ -216,6 +218,7 @@ def calibrate_scorer(options: CalibrationOptions, asked: TextsArguments) -> int:
         options,
         asked,
         SCORER_TEXTS,
+        SCORER_LENGTH,
         lambda model, texts, bar: calibrate.fitted(model, texts, bar, source, tasks),
         linear_scorer.write,
         _scorer_table,
@@ -229,17 +232,18 @@ def _of_texts(
     options: CalibrationOptions,
     asked: TextsArguments,
     usual: int,
+    usual_length: int,
     measure: Callable[[PreTrainedModel, Sequence[Sequence[int]], Bar], Measured],
     write: Callable[[Measured, Path], None],
     table: Callable[[Measured, Path], str],
 ) -> int:
-    """Measure something on texts, as many as are asked for or the `usual` ones, write it, and show it."""
+    """Measure something on texts, write it, and show it. `usual` is their number, where no other is asked for."""
     check_writable(options.output, "-o")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with loading():
         model, tokenizer = load(options.model, options.dtype, options.device, options.weights)
-    count, length = asked.texts or usual, asked.length or LENGTH
+    count, length = asked.texts or usual, asked.length or usual_length
     texts = calibration_texts(tokenizer, options.text, asked.tasks, count, length, options.seed)
     found, code, output = _measured(
         Bar("measuring", len(texts), "texts"), options.output, lambda bar: measure(model, texts, bar)

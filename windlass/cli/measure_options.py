@@ -166,7 +166,7 @@ Texts = Annotated[
         "--texts",
         min=1,
         max=100_000,
-        help="Shares, scorer: number of texts to read (default: 50 for shares, 100 for a scorer).",
+        help="Shares, scorer: number of texts to read (default: 16 for shares, 100 for a scorer).",
     ),
 ]
 Length = Annotated[
@@ -175,7 +175,7 @@ Length = Annotated[
         "--length",
         min=1,
         max=2**30,
-        help="Shares, scorer: tokens of each text, a stretch of TEXT (default: 500).",
+        help="Shares, scorer: tokens of each text, a stretch of TEXT (default: 1,000 for shares, 500 for a scorer).",
     ),
 ]
 TextTasks = Annotated[
@@ -195,7 +195,7 @@ AtBudget = Annotated[
     ),
 ]
 ByPolicy = Annotated[
-    str | None, Option("--policy", metavar="NAME", help="Shares: the policy that scores tokens (default: key_diff).")
+    str | None, Option("--policy", metavar="NAME", help="Shares: the policy that scores tokens (default: kvzip).")
 ]
 Groups = Annotated[
     int | None,
