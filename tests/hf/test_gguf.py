@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer
 
 import windlass
 from tests.helpers import gguf_files
@@ -30,7 +31,7 @@ from windlass.kernels import cpu, reference
 
 gguf = pytest.importorskip("gguf")
 
-from windlass.hf.gguf import dtype_of, read_header  # noqa: E402
+from windlass.hf.gguf import config_of, dtype_of, read_header  # noqa: E402
 from windlass.hf.gguf.blocks import LAYOUTS, StoredTensor, codes_of  # noqa: E402
 
 IDS = torch.arange(40)[None] * 5 % 250
@@ -117,6 +118,13 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
         expected = truth(IDS).logits
     for count in (40, 9):  # more rows than the kernel takes, and fewer
         assert (logits(model, IDS[:, :count]) - expected[:, :count]).abs().max() < 2e-5 * expected.std()
+    place = {"pretrained_model_name_or_path": str(tmp_path), "gguf_file": "m.gguf"}  # read by gguf's own reader
+    config = AutoConfig.from_pretrained(**place)
+    config.name_or_path = str(tmp_path / "m.gguf")
+    assert config_of(read_header(tmp_path / "m.gguf")).to_dict() == config.to_dict()
+    own = AutoTokenizer.from_pretrained(**place)
+    assert tokenizer.backend_tokenizer.to_str() == own.backend_tokenizer.to_str()
+    assert tokenizer.special_tokens_map == own.special_tokens_map
     assert tokenizer("the", add_special_tokens=False).input_ids == [257]
     assert tokenizer.chat_template.startswith("{% for m in messages %}")
     assert model.generation_config.eos_token_id == [258, 260]

@@ -33,6 +33,9 @@ ROPE_FACTORS: Final = "rope_freqs.weight"
 ROPE_SCALING: Final = ".rope.scaling.type"
 # Control tokens that end an answer, beside the one that ends a text.
 ENDS: Final = ("eot_token_id", "eom_token_id")
+# Types of a field's value in the format.
+GGUF_TYPES: Final[dict[type, int]] = {int: 4, float: 6, bool: 7, str: 8}
+GGUF_ARRAY: Final = 9
 
 
 def config_of(header: Header) -> PreTrainedConfig:
@@ -46,7 +49,8 @@ def config_of(header: Header) -> PreTrainedConfig:
         if type(value) is not int or not 0 <= value <= most:
             raise UsageError(f"model {header.path} is damaged: its {name} is {value!r}. Copy it again")
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(**_place(header))
+        with _read_once(header):
+            config: PreTrainedConfig = AutoConfig.from_pretrained(**_place(header))
     except ValueError as error:
         if "not supported yet" not in str(error):
             raise
@@ -62,7 +66,8 @@ def config_of(header: Header) -> PreTrainedConfig:
 def tokenizer_of(header: Header) -> PreTrainedTokenizerBase:
     """The tokenizer that transformers makes of a file's metadata, with its chat template."""
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**_place(header))
+        with _read_once(header):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**_place(header))
     except Exception:
         raise
     except BaseException as error:
@@ -121,6 +126,52 @@ def _place(header: Header) -> dict[str, Any]:
         "local_files_only": True,
         "trust_remote_code": False,
     }
+
+
+@dataclass(frozen=True)
+class _Field:
+    """A field of a header as gguf's reader has it: values among its `parts`, by their indices `data`."""
+
+    parts: list[Any]
+    data: range
+    types: list[int]
+
+
+class _HeaderReader:
+    """The fields and tensors of a header that was read, in the place of gguf's reader.
+
+    That one makes several arrays for each token of the vocabulary, and transformers asks it twice: with 262,144 tokens
+    that takes a minute.
+    """
+
+    def __init__(self, header: Header) -> None:
+        self.fields = {name: _field_of(name, value) for name, value in header.metadata.items()}
+        self.tensors = list(header.tensors.values())
+
+
+def _field_of(name: str, value: Any) -> _Field:
+    is_array = isinstance(value, list)
+    values = value if is_array else [value]
+    kind = GGUF_TYPES[type(values[0])] if values else GGUF_TYPES[int]
+    parts = [each.encode() if isinstance(each, str) else [each] for each in values]
+    before = [[len(name)], name.encode(), [kind]]  # as in gguf's reader
+    return _Field(
+        before + parts, range(len(before), len(before) + len(parts)), [GGUF_ARRAY, kind] if is_array else [kind]
+    )
+
+
+@contextmanager
+def _read_once(header: Header) -> Iterator[None]:
+    """Let transformers take the fields of a file from the header that was read of it."""
+    import gguf
+
+    names = vars(gguf)
+    reader = names["GGUFReader"]
+    names["GGUFReader"] = lambda _: _HeaderReader(header)
+    try:
+        yield
+    finally:
+        names["GGUFReader"] = reader
 
 
 def _known() -> set[str]:
