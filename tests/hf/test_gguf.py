@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer
+from transformers.modeling_gguf_pytorch_utils import read_field
 
 import windlass
 from tests.helpers import gguf_files
@@ -31,7 +32,7 @@ from windlass.kernels import cpu, reference
 
 gguf = pytest.importorskip("gguf")
 
-from windlass.hf.gguf import config_of, dtype_of, read_header  # noqa: E402
+from windlass.hf.gguf import HeaderReader, config_of, dtype_of, read_header  # noqa: E402
 from windlass.hf.gguf.blocks import LAYOUTS, StoredTensor, codes_of  # noqa: E402
 
 IDS = torch.arange(40)[None] * 5 % 250
@@ -129,6 +130,15 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     assert tokenizer.chat_template.startswith("{% for m in messages %}")
     assert model.generation_config.eos_token_id == [258, 260]
     assert parameter_count(model) == sum(each.numel() for each in truth.parameters())
+
+
+def test_the_fields_of_a_header_are_those_of_ggufs_reader(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "qwen3moe")
+    ours, own = HeaderReader(read_header(tmp_path / "m.gguf")), gguf.GGUFReader(tmp_path / "m.gguf")
+    names = [name for name in own.fields if not name.startswith("GGUF.")]
+    assert {name: read_field(ours, name) for name in names} == {name: read_field(own, name) for name in names}
+    assert list(ours.fields) == names
+    assert {each.name for each in ours.tensors} == {each.name for each in own.tensors}
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
