@@ -1,9 +1,10 @@
 """Evidence on a real language model: `docs/results/smollm2.md`, made by one command that can be resumed.
 
-    PYTHONPATH=benchmarks python -m quality.real_model MODEL NOVEL NOVEL [--minutes M] [--write PAGE]
+    PYTHONPATH=benchmarks python -m quality.real_model MODEL NOVEL NOVEL [--name NAME] [--minutes M] [--write PAGE]
 
-Each finished cell is a line of `--results`, and is not measured again. Cells come in the order of their use: the first
-minutes fill the tables that matter most. Any two text files serve. OMP_NUM_THREADS sets the threads.
+Each finished cell is a line of `benchmarks/results/NAME.jsonl`, and is not measured again. Cells come in the order of
+their use: the first minutes fill the tables that matter most. Any two text files serve. OMP_NUM_THREADS sets the
+threads.
 """
 
 import argparse
@@ -26,7 +27,8 @@ from windlass.cache.shares import read as read_shares
 from windlass.core.parse import DEFAULT_SINKS
 from windlass.policies import NAMES, ModelSpecific, OneShot, find
 
-RESULTS = Path(__file__).parents[1] / "results" / "smollm2.jsonl"
+RESULTS = Path(__file__).parents[1] / "results"
+SHIPPED_SHARES = {"smollm2": "smollm2-135m-instruct-q4_1.json"}  # by the name of the model
 RECALLED, SHARED = "KeyDiff, half recalled", "KeyDiff, shares"
 KEY = ("table", "row", "tokens", "budget", "chunk", "part")
 UNIFORM = {"policy": "random(keep_prompt=False)"}
@@ -76,10 +78,11 @@ def streaming_policies() -> Variants:
     return {row: {"policy": spec} for row, spec in found.items()}
 
 
-def fitted_shares() -> Variants:
-    """`KeyDiff` with the shares that come with Windlass for these weights, which are decoded here."""
-    shares = read_shares(SHIPPED / "smollm2-135m-instruct-q4_1.json")
-    return {SHARED: {"shares": replace(shares, fingerprint="")}}
+def fitted_shares(name: str) -> Variants:
+    """`KeyDiff` with the shares that come with Windlass for the weights of this model, which may be decoded here."""
+    if name not in SHIPPED_SHARES:
+        return {}
+    return {SHARED: {"shares": replace(read_shares(SHIPPED / SHIPPED_SHARES[name]), fingerprint="")}}
 
 
 def rows_of(table: str, tokens: int, budget: int, variants: Variants, chunk: int = 64, part: int = 0) -> list[Cell]:
@@ -95,9 +98,9 @@ def beside(table: str, tokens: int, budget: int, variants: Variants, chunk: int 
     return rows_of(table, tokens, budget, {**variants, **controls}, chunk, part)
 
 
-def cells() -> list[Cell]:
-    """All cells, the most useful first."""
-    policies, fitted = streaming_policies(), fitted_shares()
+def cells(name: str = "smollm2") -> list[Cell]:
+    """All cells of a model, the most useful first."""
+    policies, fitted = streaming_policies(), fitted_shares(name)
     few: Variants = {"KeyDiff": policies["KeyDiff"], RECALLED: {"half": True}} | fitted
     core = few | {name: policies[name] for name in ("LagKV", "SnapKV")}
     changes: Variants = {f"KeyDiff, {x}": {"merge": x} for x in MERGES} | {
@@ -132,7 +135,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def run(material: Material, wanted: list[Cell], results: Path, minutes: float) -> None:
+def run(material: Material, name: str, wanted: list[Cell], results: Path, minutes: float) -> None:
     """Measure cells that are missing in `results` and append them. No cell begins after so many minutes."""
     began = time.monotonic()
     done = {tuple(line[name] for name in KEY) for line in lines_of(results)}
@@ -140,7 +143,7 @@ def run(material: Material, wanted: list[Cell], results: Path, minutes: float) -
         start = time.monotonic()
         if cell.key in done or start - began > 60 * minutes:
             continue
-        line = {"kind": "smollm2", **dict(zip(KEY, cell.key, strict=True)), **cell.measured(material)}
+        line = {"kind": name, **dict(zip(KEY, cell.key, strict=True)), **cell.measured(material)}
         line |= {"seconds": round(time.monotonic() - start, 1), **machine(torch.get_num_threads())}
         with results.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -153,15 +156,18 @@ def main() -> None:
     parser.add_argument("model", help="folder, file or name of a chat model")
     parser.add_argument("novels", nargs=2, type=Path, help="two text files")
     parser.add_argument("--minutes", type=float, default=600.0, help="begin no cell after so many (600)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="file of finished cells")
+    parser.add_argument("--name", choices=real_page.ABOUT, default="smollm2", help="name of the model's page")
+    parser.add_argument("--dtype", default="bfloat16", help="number type of the computation")
     parser.add_argument("--write", type=Path, help="write the page here")
     options = parser.parse_args()
+    results, wanted = RESULTS / f"{options.name}.jsonl", cells(options.name)
     if options.minutes > 0:
-        model, tokenizer = load(options.model, "bfloat16")
-        run(Material.of(model, tokenizer, options.novels), cells(), options.results, options.minutes)
+        model, tokenizer = load(options.model, options.dtype)
+        wanted = wanted if tokenizer.chat_template else [cell for cell in wanted if cell.table != "chats"]
+        run(Material.of(model, tokenizer, options.novels), options.name, wanted, results, options.minutes)
     if options.write:
         names = [file.stem for file in options.novels]
-        options.write.write_text(real_page.page(lines_of(options.results), len(cells()), names))
+        options.write.write_text(real_page.page(lines_of(results), len(wanted), names, options.name))
 
 
 if __name__ == "__main__":

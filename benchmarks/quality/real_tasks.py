@@ -83,10 +83,12 @@ def facts(material: Material, options: CacheOptions, tokens: int, part: int, is_
     """Facts found, one in each text: half of them numbers, half of them words, at depths spread over the text.
 
     The text is read as the beginning of a message, blind, and evicted as it is read. The question follows. With
-    `is_pinned` the template's head and the sentence before the text are sinks.
+    `is_pinned` the template's head and the sentence before the text are sinks. A model without a chat template reads
+    the text alone, and goes on with the beginning of the answer.
     """
     draw, tokenizer = random.Random(f"facts {part}"), material.tokenizer
-    head = encode(tokenizer, templates.begun(tokenizer, INTRO), is_start=True)
+    is_chat = bool(tokenizer.chat_template)
+    head = encode(tokenizer, templates.begun(tokenizer, INTRO) if is_chat else INTRO, is_start=True)
     prompts, asked, values = [], [], []
     for row, body in enumerate(material.spans(FACT_ROWS, tokens - len(head), 1000 + part)):
         kind = "number" if row % 2 else "word"
@@ -96,7 +98,7 @@ def facts(material: Material, options: CacheOptions, tokens: int, part: int, is_
         aim = (row + 0.5) / FACT_ROWS * len(body)
         place = min((abs(end - aim), end) for end in ends or [0])[1]
         prompts.append(head + body[:place] + fact + body[place : len(body) - len(fact)])
-        question = templates.rest(tokenizer, f"\n\nWhat is the magic {kind} of {name}?")
+        question = templates.rest(tokenizer, f"\n\nWhat is the magic {kind} of {name}?") if is_chat else "\n\n"
         asked.append(f"{question}The magic {kind} of {name} is")
         values.append(value)
     options = replace(options, sinks=len(head)) if is_pinned else options

@@ -1,7 +1,10 @@
 """The benchmark on a real model, on a small one: its measures, its page, and that it goes on where it was stopped."""
 
+import copy
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +95,24 @@ def test_a_chat_counts_every_reply(material: real_tasks.Material, monkeypatch: p
         assert found["tokens_seen"] > 128
 
 
+def test_a_model_without_a_template_reads_the_text_alone(
+    material: real_tasks.Material, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def noted(*given: Any) -> list[SimpleNamespace]:
+        asked.append(given[2])
+        return [SimpleNamespace(text="")] * len(given[2])
+
+    tokenizer = copy.deepcopy(material.tokenizer)
+    tokenizer.chat_template = None
+    monkeypatch.setattr(real_tasks, "FACT_ROWS", 2)
+    monkeypatch.setattr(real_tasks, "generate", noted)
+    own = replace(material, tokenizer=tokenizer)
+    assert real_tasks.facts(own, CacheOptions(budget=160, chunk=64), 240, 0, False)["found"] == 0
+    assert all(each.startswith("\n\nThe magic ") for each in asked[0])
+
+
 def test_every_cell_has_options_and_every_table_its_controls() -> None:
     cells = real_model.cells()
     assert len({cell.key for cell in cells}) == len(cells)
@@ -114,9 +135,9 @@ def test_a_finished_cell_is_not_measured_again(
     monkeypatch.setattr(Cell, "measured", noted)
     wanted = [Cell("facts", row, 100, 50) for row in ("KeyDiff", "Recent")]
     results = tmp_path / "lines.jsonl"
-    real_model.run(material, wanted[:1], results, 1)
-    real_model.run(material, wanted, results, 1)
-    real_model.run(material, [Cell("facts", "Random", 100, 50)], results, -1)
+    real_model.run(material, "smollm2", wanted[:1], results, 1)
+    real_model.run(material, "smollm2", wanted, results, 1)
+    real_model.run(material, "smollm2", [Cell("facts", "Random", 100, 50)], results, -1)
     assert measured == ["KeyDiff", "Recent"]
     assert [line["row"] for line in real_model.lines_of(results)] == measured
 
