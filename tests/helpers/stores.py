@@ -8,13 +8,23 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass import KVCache, kernels
-from windlass.core.inputs import Writes
+from windlass.core.inputs import Format, PackedStates, Writes
 from windlass.core.types import KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
+from windlass.kernels import reference
 from windlass.stores import Plain
 from windlass.stores.base import Parts
 from windlass.stores.formats import LowBit, store_of
 
 SPECS = ("int4(sinks=3, newest=5)", "int8(newest=4)", "int4(sinks=2)")
+
+
+def packed_as(store: str, states: Tensor, means: Tensor | None = None, group: int = 16) -> PackedStates:
+    """States (batch, kv_heads, slots, width) as a store of this name holds them: int4 in groups of so many channels."""
+    if store == "plain":
+        return PackedStates(states)
+    group = group if store == "int4" else 0
+    codes, scales = reference.encode(states, means, group)
+    return PackedStates(codes, Format(store), scales, means, group=group)
 
 
 class Told(Plain):

@@ -78,14 +78,23 @@ def test_it_equals_the_plain_model(family: str, batch: int, calls: list[int]) ->
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("shares", [None, LAYERS_APART, APART], ids=["equal", "layers", "heads"])
+@pytest.mark.parametrize(
+    ("store", "shares"),
+    [("plain", None), ("plain", LAYERS_APART), ("plain", APART), ("int8", None), ("int4", None), ("int4", APART)],
+)
 def test_it_leaves_what_layers_by_themselves_leave(
-    policy: str, batch: int, shares: list[list[float]] | None, calls: list[int], monkeypatch: pytest.MonkeyPatch
+    policy: str,
+    batch: int,
+    store: str,
+    shares: list[list[float]] | None,
+    calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """To the last bit: logits, slots, state, and the remainder after a rollback."""
     model, text = windlass.attach(tiny_model("qwen3")), tokens(47, batch)
-    own = None if shares is None else Shares(shares)
-    caches = [KVCache(model, batch=batch, budget=16, policy=policy, rollback=3, shares=own) for _ in range(2)]
+    options: dict[str, Any] = {"policy": policy, "rollback": 3, "store": store}
+    options["shares"] = None if shares is None else Shares(shares)
+    caches = [KVCache(model, batch=batch, budget=16, **options) for _ in range(2)]
     calls.clear()
     ours = fed(model, caches[0], text, 15)
     assert len(calls) >= 14
@@ -101,19 +110,29 @@ def test_it_leaves_what_layers_by_themselves_leave(
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize(("rollback", "budget", "shares"), [(0, 16, None), (3, 16, APART), (3, 48, None)])
+@pytest.mark.parametrize(
+    ("rollback", "budget", "store", "shares"),
+    [
+        (0, 16, "plain", None),
+        (3, 16, "plain", APART),
+        (3, 48, "plain", None),
+        (3, 16, "int8", None),
+        (3, 16, "int4", APART),
+    ],
+)
 def test_readers_and_forgotten_steps_leave_what_layers_by_themselves_leave(
     policy: str,
     batch: int,
     rollback: int,
     budget: int,
+    store: str,
     shares: list[list[float]] | None,
     calls: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Bytes are counted, steps forgotten, passes interrupted and taken back between two tokens, in any order."""
     model, text = windlass.attach(tiny_model("llama")), tokens(70, batch)
-    options: dict[str, Any] = {"policy": policy, "rollback": rollback, "budget": budget, "recall": 16}
+    options: dict[str, Any] = {"policy": policy, "rollback": rollback, "budget": budget, "recall": 16, "store": store}
     options["shares"] = None if shares is None else Shares(shares)
     caches = [KVCache(model, batch=batch, **options) for _ in range(2)]
     run, told = FusedDecode.run, list[list[Any]]()
@@ -160,9 +179,10 @@ def _rolled_back(cache: KVCache) -> bool:
     return True
 
 
-def test_padding_and_rows_of_several_lengths_are_the_same() -> None:
+@pytest.mark.parametrize("store", ["plain", "int4"])
+def test_padding_and_rows_of_several_lengths_are_the_same(store: str) -> None:
     model, text = windlass.attach(tiny_model("llama")), tokens(20, 2)
-    caches = [KVCache(model, batch=2, budget=8) for _ in range(2)]
+    caches = [KVCache(model, batch=2, budget=8, store=store) for _ in range(2)]
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[1, :7] = 0
     outs = []
@@ -181,13 +201,13 @@ def test_padding_and_rows_of_several_lengths_are_the_same() -> None:
 
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize("policy", ["h2o", "snapkv", "key_diff"])
+@pytest.mark.parametrize(("policy", "store"), [("h2o", "plain"), ("snapkv", "int4"), ("key_diff", "plain")])
 def test_an_interrupt_around_the_call_leaves_no_trace(
-    is_taken: bool, error: type[BaseException], policy: str, monkeypatch: pytest.MonkeyPatch
+    is_taken: bool, error: type[BaseException], policy: str, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After one token and after many, which free the slots of earlier evictions, with tokens that can be recalled."""
     model, text = windlass.attach(tiny_model("llama")), tokens(48)
-    cache = KVCache(model, budget=12, policy=policy, rollback=2, recall=16)
+    cache = KVCache(model, budget=12, policy=policy, rollback=2, recall=16, store=store)
     take = FusedDecode.take
 
     def interrupted(self: FusedDecode, *given: Any) -> Tensor:
@@ -212,7 +232,15 @@ def test_an_interrupt_around_the_call_leaves_no_trace(
 def test_python_calls_of_a_token_do_not_grow_with_the_layers() -> None:
     """Compare models of 2 and of 12 layers, with caches that are full, evict, recall, or hold a batch."""
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 4}
-    for options in ({}, {"budget": 24}, {"budget": 24, "policy": "h2o"}, {"budget": 32, "recall": 16}, {"batch": 3}):
+    low_bit = {"store": "int4"}, {"budget": 32, "recall": 16, "store": "int8"}
+    for options in (
+        {},
+        {"budget": 24},
+        {"budget": 24, "policy": "h2o"},
+        {"budget": 32, "recall": 16},
+        {"batch": 3},
+        *low_bit,
+    ):
         counts = []
         for layers in (2, 2, 12):  # the first one fills the caches of types
             config = LlamaConfig(num_hidden_layers=layers, num_key_value_heads=2, **sizes)

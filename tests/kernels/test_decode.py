@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.stores import packed_as
 from windlass.core.inputs import DecodeInput, DecodeOutput, DecodeSlots, Ranking, Retention, Visibility
 from windlass.core.positions import EMPTY, RESERVED
 from windlass.kernels import cpu, reference
@@ -21,6 +22,7 @@ BATCH, KV_HEADS, GROUP, SLOTS, HEAD_DIM, VALUE_DIM, ROTATED, LENGTH = 2, 3, 5, 7
 NEXT = (61, 70)  # positions of the rows' next tokens
 BUDGET = 62  # of the tokens that they hold, the second row has more
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+STORES = ["plain", "int8", "int4"]
 RANKINGS = {
     "Recent": (1, Ranking("nothing", "position")),
     "H2O": (KV_HEADS, Ranking("sum", "state")),
@@ -34,7 +36,9 @@ RANKINGS = {
 class Slots:
     """Slots of random keys and values, some free and some reserved, different for each row and head."""
 
-    def __init__(self, score_heads: int, dtype: torch.dtype, states: int = 2, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, score_heads: int, dtype: torch.dtype, states: int = 2, seed: int = 0, store: str = "plain", **options: Any
+    ) -> None:
         draw = torch.Generator().manual_seed(seed + score_heads)
         self.positions = torch.full((BATCH, score_heads, SLOTS), EMPTY, dtype=torch.int32)
         for row, head in product(range(BATCH), range(score_heads)):
@@ -44,15 +48,23 @@ class Slots:
             self.positions[row, head, at[held]] = RESERVED
         self.state = tuple(torch.rand(self.positions.shape, generator=draw) for _ in range(states))
         angles = torch.rand(LENGTH, ROTATED // 2, generator=draw) * 6
+        means = torch.randn(KV_HEADS, HEAD_DIM, generator=draw)
+        keys = torch.randn(BATCH, KV_HEADS, SLOTS, HEAD_DIM, generator=draw).to(dtype)
+        values = torch.randn(BATCH, KV_HEADS, SLOTS, VALUE_DIM, generator=draw).to(dtype)
         self.fixed = DecodeSlots(
-            torch.randn(BATCH, KV_HEADS, SLOTS, HEAD_DIM, generator=draw).to(dtype),
-            torch.randn(BATCH, KV_HEADS, SLOTS, VALUE_DIM, generator=draw).to(dtype),
+            packed_as(store, keys, means),
+            packed_as(store, values, group=8),
             score_heads,
             **{"tables": (angles.cos(), angles.sin()), "scale": 0.2, "visibility": Visibility(), **options},
         )
 
     def tensors(self) -> list[Tensor]:
-        return [self.fixed.keys, self.fixed.values, self.positions, *self.state]
+        return [*self.contents(), self.positions, *self.state]
+
+    def contents(self) -> list[Tensor]:
+        """Keys and values as they are held."""
+        held = self.fixed.keys, self.fixed.values
+        return [tensor for each in held for tensor in (each.data, each.scales) if tensor is not None]
 
     def new_token(self, step: int, dtype: torch.dtype, is_observed: bool, is_evicting: bool = False) -> DecodeInput:
         """States as a model hands them in, which are views. In the second step the first row is padding."""
@@ -85,6 +97,7 @@ def assert_attended(ours: DecodeOutput, truth: DecodeOutput, new: DecodeInput, d
 
 @pytest.mark.parametrize("instruction_set", cpu.instruction_sets())
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize(
     ("score_heads", "options"),
     [
@@ -99,12 +112,13 @@ def assert_attended(ours: DecodeOutput, truth: DecodeOutput, new: DecodeInput, d
 def test_steps_equal_the_reference(
     instruction_set: str,
     dtype: torch.dtype,
+    store: str,
     score_heads: int,
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
-    ours, truth = (Slots(score_heads, dtype, **options) for _ in range(2))
+    ours, truth = (Slots(score_heads, dtype, store=store, **options) for _ in range(2))
     kernel = Decode(ours.fixed, ours.new_token(0, dtype, False).queries)
     for step in range(3):
         done, wanted = kernel(ours.new_token(step, dtype, step != 2)), None
@@ -119,13 +133,16 @@ def test_steps_equal_the_reference(
 @pytest.mark.parametrize("name", RANKINGS)
 @pytest.mark.parametrize("limits", [(0, 0), (3, 4), (2, 80)], ids=str)
 @pytest.mark.parametrize("visibility", [Visibility(), Visibility(sliding_window=66), Visibility(attention_chunk=30)])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("dtype", "store"), [*product(TOLERANCE, STORES[:1]), (torch.float32, "int4"), (torch.bfloat16, "int8")]
+)
 def test_rows_over_budget_evict_what_the_reference_evicts(
     instruction_set: str,
     name: str,
     limits: tuple[int, int],
     visibility: Visibility,
     dtype: torch.dtype,
+    store: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each kernel starts from the reference's state after the step before."""
@@ -133,7 +150,7 @@ def test_rows_over_budget_evict_what_the_reference_evicts(
     score_heads, ranking = RANKINGS[name]
     states = int(ranking.score in ("state", "pooled"))
     options: dict[str, Any] = {"visibility": visibility, "retention": Retention(ranking, BUDGET, *limits)}
-    ours, truth = (Slots(score_heads, dtype, states, **options) for _ in range(2))
+    ours, truth = (Slots(score_heads, dtype, states, store=store, **options) for _ in range(2))
     kernel = Decode(ours.fixed, ours.new_token(0, dtype, False).queries)
     released: list[tuple[Tensor, Tensor]] = []
     evicted = 0
@@ -155,15 +172,16 @@ def test_rows_over_budget_evict_what_the_reference_evicts(
             assert done.evicted[is_gone].equal(wanted.evicted[is_gone])
             released, evicted = [(wanted.evicted, wanted.evicted_positions)], evicted + int(is_gone.sum())
         assert done.slot_positions.equal(wanted.slot_positions)
-        ours.fixed.keys.copy_(truth.fixed.keys)
-        ours.fixed.values.copy_(truth.fixed.values)
+        for its, one in zip(ours.contents(), truth.contents(), strict=True):
+            its.copy_(one)
         truth.take(wanted)
     assert evicted >= 4
 
 
-def test_a_step_touches_no_other_slot_and_nothing_of_before() -> None:
+@pytest.mark.parametrize("store", STORES)
+def test_a_step_touches_no_other_slot_and_nothing_of_before(store: str) -> None:
     retention = Retention(Ranking("sum", "state"), BUDGET, 1, 1)
-    slots, before = (Slots(KV_HEADS, torch.float32, 1, retention=retention) for _ in range(2))
+    slots, before = (Slots(KV_HEADS, torch.float32, 1, store=store, retention=retention) for _ in range(2))
     new = slots.new_token(0, torch.float32, False, is_evicting=True)
     done = Decode(slots.fixed, new.queries)(new)
     assert (before.positions.gather(-1, done.written) == EMPTY).all()

@@ -16,7 +16,7 @@ from windlass.cache.layer_config import LayerConfig
 from windlass.cache.recall import DISTANCE, TOKEN_INDEX
 from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable
-from windlass.core.inputs import DecodeInput, DecodeOutput, DecodeSlots, Format, RecallSlots, Retention
+from windlass.core.inputs import DecodeInput, DecodeOutput, DecodeSlots, Format, PackedStates, RecallSlots, Retention
 from windlass.core.parse import MAX_NUMBER
 from windlass.core.step import AttentionCall, Step, StepRecord
 from windlass.core.types import Attended, ListedSlots, NewKeys, NewValues, Queries
@@ -160,8 +160,7 @@ class KernelHandle(NamedTuple):
         """Return True if the kernel was prepared for a step like this one."""
         tensors = _tensors(asked.table, asked.rotary)
         if (
-            tensors is None
-            or self.end < asked.step.end
+            self.end < asked.step.end
             or self.rules is not asked.rules
             or self.rotary is not asked.rotary
             or self.mode is not asked.mode
@@ -176,9 +175,10 @@ class KernelHandle(NamedTuple):
 class DecodeKernel:
     """The kernel for steps of one token per row of one layer, prepared when the first such step comes.
 
-    It serves keys and values that are stored as they are, in texts whose tokens are read at their own positions. It
-    does not serve merged tokens, pictures, an indexer, policies that change keys or ask for token ids, or norms after
-    RoPE. It observes and evicts for policies whose ranking it knows. For others it writes and attends.
+    It serves keys and values that are stored as they are or in codes alone, in texts whose tokens are read at their
+    own positions. It does not serve merged tokens, pictures, an indexer, policies that change keys or ask for token
+    ids, or norms after RoPE. It observes and evicts for policies whose ranking it knows. For others it writes and
+    attends.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -213,7 +213,7 @@ class DecodeKernel:
         held, end, tables = table.store.in_place(), MAX_NUMBER, None
         if held is None or rules.merge is not None or TOKEN in table.state or changes_keys(self._policy):
             return None
-        if (keys.dtype, values.dtype) != (held[0].dtype, held[1].dtype):
+        if not (_takes(held[0], keys, queries) and _takes(held[1], values, queries)):
             return None
         if rotary is not None:
             if rotary.norm_weights is not None:
@@ -225,15 +225,15 @@ class DecodeKernel:
             tables = rotary.tables(step.end, queries.device, kernels.table_dtype(queries))
             end = min(end, tables[0].shape[0])
         recall = None
-        if table.recall is not None and (recall := _recall(table, rotary, held[0], step.end)) is None:
+        if table.recall is not None and (recall := _recall(table, rotary, keys, step.end)) is None:
             return None
         retention, heads = _retention(rules), table.score_heads
         visible = rules.visibility if step.sinks is None else replace(rules.visibility, reach=None, sinks=0)
         slots = DecodeSlots(*held, heads, tables, call.scale, visible, call.softcap, retention, recall)
-        kernel, tensors = kernels.decode_of(slots, queries), _tensors(table, rotary)
-        if kernel is None or tensors is None:
+        if (kernel := kernels.decode_of(slots, queries)) is None:
             return None
-        return KernelHandle(kernel, retention, end, tuple(map(ref, tensors)), rules, rotary, mode, _numbers(asked))
+        tensors = tuple(map(ref, _tensors(table, rotary)))
+        return KernelHandle(kernel, retention, end, tensors, rules, rotary, mode, _numbers(asked))
 
 
 Backend = Literal["fused", "generic"]
@@ -334,8 +334,8 @@ def _retention(rules: LayerConfig) -> Retention | None:
     return Retention(ranking, MAX_NUMBER if rules.budget is None else rules.budget, *rules.protected)
 
 
-def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor, end: int) -> RecallSlots | None:
-    """The recall store as a kernel reads it, beside slots with `keys`, in a text up to `end`. None: it can't."""
+def _recall(table: SlotTable, rotary: Rotary | None, keys: NewKeys, end: int) -> RecallSlots | None:
+    """The recall store as a kernel reads it, which takes such `keys`, in a text up to `end`. None: it can't."""
     recall, turn = table.recall, None
     assert recall is not None, "a table that recalls nothing"
     pieces, names = recall.pieces(), tuple(table.state)
@@ -357,11 +357,14 @@ def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor, end: int) -> 
     )
 
 
-def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | None:
-    """The tensors whose memory a kernel knows: keys, values, and tables. None: the store holds more than these."""
-    held: tuple[Tensor, ...] | None = table.store.in_place()
-    if held is None:
-        return None
+def _takes(held: PackedStates, new: Tensor, queries: Queries) -> bool:
+    """Return True if a kernel can write new states: as they are, or as codes of numbers like those of the queries."""
+    return new.dtype == (held.data.dtype if held.format is Format.FLOAT else queries.dtype)
+
+
+def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...]:
+    """The tensors whose memory a kernel knows: all of the store, and tables."""
+    held: tuple[Tensor, ...] = tuple(table.store.tensors().values())
     # A recall store with new memory has a new tensor of positions.
     held = held if table.recall is None else (*held, table.recall.positions)
     return held if rotary is None else (*held, *rotary.built.get(torch.float32, ()))

@@ -36,9 +36,7 @@ from windlass.core.types import (
     Scales,
     Scores,
     SlotIndex,
-    SlotKeys,
     SlotPositions,
-    SlotValues,
     SuperPairs,
 )
 
@@ -549,13 +547,13 @@ class Retention:
 class DecodeSlots:
     """Slots that decode steps write to and read: the part that stays the same from step to step.
 
-    `tables` (cos, sin) have a row for each position of the text (None: no rotation). `retention`: None where the kernel
-    neither observes nor evicts. `recall`: None where nothing is recalled. The other fields are those of
-    `AttentionInput`.
+    `keys` and `values` hold no token at full precision beside codes. New tokens are encoded as theirs are. `tables`
+    (cos, sin) have a row for each position of the text (None: no rotation). `retention`: None where the kernel neither
+    observes nor evicts. `recall`: None where nothing is recalled. The other fields are those of `AttentionInput`.
     """
 
-    keys: SlotKeys
-    values: SlotValues
+    keys: PackedStates
+    values: PackedStates
     score_heads: int
     tables: tuple[RotaryTable, RotaryTable] | None
     scale: float

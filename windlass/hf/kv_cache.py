@@ -55,7 +55,7 @@ def compress_fitted(cache: ModelCache, budget: int, window: int | None) -> None:
             assert torch.equal(layer.positions[..., :slots], kept.positions[..., :slots]), (
                 "a cut that kept other tokens"
             )
-            places[1][:, :, :slots] = values[:, :, :slots]
+            places[1].data[:, :, :slots] = values[:, :, :slots]
 
 
 def _texts(cache: ModelCache) -> list[list[int]]:
@@ -74,7 +74,7 @@ def _texts(cache: ModelCache) -> list[list[int]]:
     for layer in cache.layers:
         if layer.is_empty:
             continue
-        if layer.store.in_place() is None:
+        if (places := layer.store.in_place()) is None or places[1].scales is not None:
             raise UsageError(
                 f"{what} writes values that are held as they are, and the store {cache.store.name!r} holds them "
                 'otherwise in this model. Take store="plain", or leave fit out'

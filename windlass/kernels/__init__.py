@@ -114,8 +114,7 @@ def decode_of(slots: DecodeSlots, queries: Queries) -> "Decode | None":
 
     Call it only while keys, values and tables have the memory that they had.
     """
-    keys, values = PackedStates(slots.keys), PackedStates(slots.values)
-    if not _is_compiled(queries.device.type) or not cpu.can_read(queries, keys, values):
+    if not _is_compiled(queries.device.type) or not cpu.can_read(queries, slots.keys, slots.values):
         return None
     from windlass.kernels.cpu.decode import Decode  # late: they need the compiled module
     from windlass.kernels.cpu.slots import can_recall

@@ -1,6 +1,7 @@
 """Attention over slots in plain PyTorch: the truth that every other backend must match."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -511,7 +512,7 @@ def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Sc
     Returns the positions (batch, kv_heads, slots) that are then read, and the slots (batch, kv_heads, count * 8) that
     were free.
     """
-    store, kv_heads = slots.recall, slots.keys.shape[1]
+    store, kv_heads = slots.recall, slots.keys.data.shape[1]
     assert store is not None, "recall without a store"
     queries = new.queries.float()
     queries = (queries if store.turn is None else rotate(queries, *store.turn)) * slots.scale
@@ -531,12 +532,11 @@ def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Sc
     )
     index = tokens_of(best.pages)
     free = first_free(places, index.shape[-1]).expand(-1, kv_heads, -1)
-    keys = torch.cat([each.packed().floats() for each in pieces], 2)
-    values = torch.cat([piece.values.floats() for piece in store.pieces], 2)
-    for target, source in ((slots.keys, keys), (slots.values, values)):
-        own = source.gather(2, index[..., None].expand(-1, -1, -1, source.shape[3])).to(target.dtype)
-        at = free[..., None].expand_as(own)
-        target.scatter_(2, at, own.where(best.is_read[..., None], target.gather(2, at)))
+    keys, values = [each.packed() for each in pieces], [piece.values for piece in store.pieces]
+    for held, stored in ((slots.keys, keys), (slots.values, values)):
+        for target, source in _recalled(held, stored, index, new.keys.dtype):
+            at = free[..., None].expand_as(source)
+            target.scatter_(2, at, source.where(best.is_read[..., None], target.gather(2, at)))
     positions = store.positions[:, None].expand(-1, kv_heads, -1).gather(-1, index).where(best.is_read, EMPTY)
     store.last_recalled.copy_(positions)
     return places.expand(-1, kv_heads, -1).scatter(-1, free, positions), free
@@ -547,6 +547,25 @@ def _encoded(held: PackedStates, states: Tensor) -> tuple[Tensor, Tensor]:
     if held.format is Format.FLOAT:
         return states, states
     return encode(states, held.means, held.group)
+
+
+def _writes(held: PackedStates, states: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of slots, and their new content, which stands for these states."""
+    codes, scales = _encoded(held, states)
+    return [(held.data, codes)] if held.scales is None else [(held.data, codes), (held.scales, scales)]
+
+
+def _recalled(
+    held: PackedStates, pieces: Sequence[PackedStates], index: SlotIndex, dtype: torch.dtype
+) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of slots, and the content that stands for the stored tokens at `index`: their codes, if alike."""
+    if held.format is not pieces[0].format:
+        states = read(torch.cat([each.floats() for each in pieces], 2), index)
+        return _writes(held, states.to(dtype))
+    parts = [(held.data, [each.data for each in pieces])]
+    if held.scales is not None:
+        parts.append((held.scales, [each.scales for each in pieces if each.scales is not None]))
+    return [(own, read(torch.cat(stored, 2), index)) for own, stored in parts]
 
 
 def _place(store: RecallSlots, index: int) -> tuple[RecallPiece, int]:
@@ -568,7 +587,7 @@ def decode(slots: DecodeSlots, new: DecodeInput) -> DecodeOutput:
     index, retention = first_free(places, 1), slots.retention
     positions = new.positions[:, None].expand(-1, slots.score_heads, -1)
     beside: Writes = [(places, positions), *((tensor, 0.0) for tensor in state)]
-    write_all(index, [(slots.keys, new.keys), (slots.values, new.values), *beside])
+    write_all(index, [*_writes(slots.keys, new.keys), *_writes(slots.values, new.values), *beside])
     read, recalled = places, None
     if slots.recall is not None and new.remembered is not None:
         remember(slots.recall, new)
@@ -581,8 +600,8 @@ def decode(slots: DecodeSlots, new: DecodeInput) -> DecodeOutput:
     out, mass = attend(
         AttentionInput(
             new.queries,
-            PackedStates(slots.keys),
-            PackedStates(slots.values),
+            slots.keys,
+            slots.values,
             read,
             new.positions,
             None if slots.tables is None else RotaryIndex(at),
@@ -623,7 +642,7 @@ def _score(
     if ranking.score == "position":
         return places.float()
     if ranking.score == "novelty":
-        return -(mean_key_cosine(PackedStates(slots.keys), places) * 2**16).round()
+        return -(mean_key_cosine(slots.keys, places) * 2**16).round()
     if ranking.score == "state":
         return state[0]
     is_pooled = (places >= 0) & (places < starts)

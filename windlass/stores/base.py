@@ -112,8 +112,11 @@ class Store(ABC):
         keys = self.packed_keys()
         return keys, replace(keys, last=self.latent) if self.latent else self.packed_values()
 
-    def in_place(self) -> tuple[SlotKeys, SlotValues] | None:
-        """All keys and values where the store holds nothing else, so that a kernel may write to them, or None."""
+    def in_place(self) -> tuple[PackedStates, PackedStates] | None:
+        """All keys and values where the store holds nothing else, so that a kernel may write to them, or None.
+
+        A kernel encodes new tokens as `kernels.encode` does.
+        """
         return None
 
     def is_compatible(self, other: "Store") -> bool:

@@ -99,6 +99,9 @@ class LowBit(Store):
         in_ring = ring.ring_index(self.slots)
         return PackedStates(codes, self.format, scales, None, ring.values, in_ring, group=self.value_group)
 
+    def in_place(self) -> tuple[PackedStates, PackedStates] | None:
+        return None if self.latent or self.index or self.full_precision.tensors else self.packed()
+
     def _means(self) -> KeyMeans:
         return self._constants[KEY_MEANS].float()
 
@@ -157,8 +160,10 @@ class Plain(Store):
     def decode_values(self, parts: Parts) -> SlotValues:
         return parts["values"]
 
-    def in_place(self) -> tuple[SlotKeys, SlotValues] | None:
-        return None if self.latent or self.index else (self._parts["keys"], self._parts["values"])
+    def in_place(self) -> tuple[PackedStates, PackedStates] | None:
+        if self.latent or self.index:
+            return None
+        return PackedStates(self._parts["keys"]), PackedStates(self._parts["values"])
 
 
 STORES: Final[dict[str, type[Store]]] = {"plain": Plain, "int8": Int8, "int4": Int4}

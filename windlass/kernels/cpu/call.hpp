@@ -177,7 +177,7 @@ struct Recall {
         int tiles;
     };
     int words, channels, value_bytes, value_channels;
-    Format format;       // of keys and values (the slots' own unless low-bit)
+    Format format;       // of keys and values (that of new states unless low-bit)
     int key_group_bits, value_group_bits;
     const float *means;  // (kv_heads, channels), of keys (may be null)
     std::vector<Piece> pieces;
@@ -193,7 +193,7 @@ struct Recall {
 // A step of one token per row with such a store.
 struct RecallStep {
     int batch, heads, kv_heads, score_heads, slots;
-    Format float_format;            // of queries, new states, and slots
+    Format float_format, slot_format;  // of queries and new states, and of slots
     const std::uint8_t *queries;
     std::int64_t query_strides[2];  // of batch and heads, in numbers
     NewStates keys, values;
@@ -203,10 +203,8 @@ struct RecallStep {
     const float *kept;                   // (batch, score_heads, slots): the number of each slot's token
     const std::int32_t *slot_positions;  // (batch, score_heads, slots)
     const std::int64_t *free;            // (batch, score_heads, count * 8): slots for the recalled tokens
-    std::uint8_t *slot_keys, *slot_values;
+    PackedStates slot_keys, slot_values;
     std::int32_t *read_positions;  // (batch, kv_heads, slots): including recalled tokens
-
-    std::int64_t number_bytes() const { return float_format == Format::float32 ? 4 : 2; }
 };
 
 // The scan of such a step, without its queries, kept tokens and results, which the caller sets.

@@ -26,6 +26,8 @@ class Decode {
           store(std::move(recall)),
           kernels(kernels),
           query_positions(std::size_t(call.batch) * call.kv_heads),
+          codes(std::size_t(call.batch) * call.kv_heads * std::max(call.keys.row_bytes, call.values.row_bytes)),
+          scales(std::size_t(call.batch) * call.kv_heads * std::max(call.keys.slot_scales(), call.values.slot_scales())),
           free(std::size_t(call.batch) * call.score_heads * store.count * RECALL_PAGE),
           orders(std::size_t(call.batch) * call.score_heads),
           observed(call.batch) {
@@ -77,8 +79,8 @@ class Decode {
         copy(given.slot_positions, rows * slots);
         for (const auto &tensor : given.state) copy(tensor, rows * slots);
         first_free(slot_positions, rows, slots, 1, given.written);
-        put(given, given.keys, call.keys);
-        put(given, given.values, call.values);
+        put(given, given.keys, call.keys, threads);
+        put(given, given.values, call.values, threads);
         for (std::int64_t row = 0; row < rows; ++row) {
             const std::int64_t at = row * slots + given.written[row], position = given.positions[row / call.score_heads];
             slot_positions[at] = std::int32_t(position);
@@ -120,7 +122,10 @@ class Decode {
     bool is_retaining;
     Recall store;
     const Kernels &kernels;
-    std::vector<std::int64_t> query_positions, free;
+    std::vector<std::int64_t> query_positions;
+    std::vector<std::uint8_t> codes;    // of new keys, and then of new values
+    std::vector<std::uint16_t> scales;  // as well
+    std::vector<std::int64_t> free;
     std::vector<TextOrder> orders;
     std::vector<std::int64_t> observed;
 
@@ -150,7 +155,7 @@ class Decode {
         RecallStep step{};
         step.batch = call.batch, step.heads = call.heads, step.kv_heads = call.kv_heads;
         step.score_heads = call.score_heads, step.slots = call.slots;
-        step.float_format = call.float_format, step.scale = call.scale;
+        step.float_format = call.float_format, step.slot_format = call.format, step.scale = call.scale;
         step.queries = given.queries;
         step.query_strides[0] = given.query_strides[0], step.query_strides[1] = given.query_strides[1];
         step.keys = given.keys, step.values = given.values;
@@ -168,8 +173,7 @@ class Decode {
         if (!given.is_recalling) return;
         first_free(now.slot_positions, std::int64_t(call.batch) * call.score_heads, call.slots, store.count * RECALL_PAGE, free.data());
         step.kept = numbers, step.slot_positions = now.slot_positions, step.free = free.data();
-        step.slot_keys = const_cast<std::uint8_t *>(call.keys.data);
-        step.slot_values = const_cast<std::uint8_t *>(call.values.data);
+        step.slot_keys = call.keys, step.slot_values = call.values;
         step.read_positions = reinterpret_cast<std::int32_t *>(rest);
         kernels.recall(step, store, scratch, threads);
         now.score_heads = call.kv_heads, now.slot_positions = step.read_positions;
@@ -211,10 +215,24 @@ class Decode {
         if (tensor.to != tensor.from) std::memcpy(tensor.to, tensor.from, count * sizeof(Number));
     }
 
-    void put(const Given &given, const NewStates &from, const PackedStates &to) const {
-        write({call.batch, call.kv_heads, call.score_heads, 1, call.slots, std::int64_t(to.row_bytes),
+    // Writes new states as the slots hold theirs: their bytes, or codes and scales.
+    void put(const Given &given, const NewStates &from, const PackedStates &to, int threads) {
+        if (!to.scales) return put_bytes(given, from, to.row_bytes, to.data);
+        const std::int64_t size = call.float_format == Format::float32 ? 4 : 2;
+        kernels.encode({call.batch, call.kv_heads, 1, to.held, to.group_bits ? 1 << to.group_bits : 0, call.float_format,
+                        from.states, {from.row_stride / size, from.head_stride / size, 0}, to.means, codes.data(), scales.data()},
+                       threads);
+        const auto put_all = [&](const void *rows, std::size_t bytes, const void *slots) {
+            const std::int64_t stride = std::int64_t(bytes);
+            put_bytes(given, {static_cast<const std::uint8_t *>(rows), stride * call.kv_heads, stride}, bytes, slots);
+        };
+        put_all(codes.data(), to.row_bytes, to.data);
+        put_all(scales.data(), to.slot_scales() * sizeof(std::uint16_t), to.scales);
+    }
+    void put_bytes(const Given &given, const NewStates &from, std::size_t bytes, const void *slots) const {
+        write({call.batch, call.kv_heads, call.score_heads, 1, call.slots, std::int64_t(bytes),
                {from.row_stride, from.head_stride, 0}, given.written},
-              from.states, const_cast<std::uint8_t *>(to.data));
+              from.states, static_cast<std::uint8_t *>(const_cast<void *>(slots)));
     }
 };
 

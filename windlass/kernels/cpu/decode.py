@@ -16,7 +16,6 @@ from windlass.core.inputs import (
     DecodeSlots,
     Mass,
     Norm,
-    PackedStates,
     RecallSlots,
     Retention,
     TokenInput,
@@ -35,6 +34,7 @@ from windlass.kernels.cpu.slots import digest_arguments
 from windlass.kernels.cpu.tensors import (
     FLOATS,
     address,
+    contiguous_means,
     format_of,
     group_bits,
     linear_arguments,
@@ -65,20 +65,23 @@ class Decode:
 
     def __init__(self, slots: DecodeSlots, queries: Queries) -> None:
         batch, heads = queries.shape[:2]
-        kv_heads, held, width = slots.values.shape[1:]
+        kv_heads, held = slots.values.data.shape[1:3]
         self._out, self._index, self._mass = (
-            (batch, 1, heads, width),
+            (batch, 1, heads, slots.values.channels),
             (batch, slots.score_heads, 1),
             (batch, kv_heads, 1, held),
         )
-        recall = slots.recall  # the compiled module holds its addresses
-        self._kept = None if recall is None else (recall.turn, recall.pieces[0].keys.states.means, recall.last_recalled)
+        recall, means = slots.recall, tuple(map(contiguous_means, (slots.keys, slots.values)))
+        self._kept = means  # the compiled module holds these addresses, and those of the recall store
+        self._recall = (
+            None if recall is None else (recall.turn, recall.pieces[0].keys.states.means, recall.last_recalled)
+        )
         self.native = _native.Decode(
             (batch, heads, kv_heads, slots.score_heads, 1, held),
-            FLOATS[slots.keys.dtype],
+            format_of(slots.keys),
             FLOATS[queries.dtype],
-            state_arguments(PackedStates(slots.keys), None),
-            state_arguments(PackedStates(slots.values), None),
+            state_arguments(slots.keys, means[0]),
+            state_arguments(slots.values, means[1]),
             steady_arguments(slots.tables, _native.is_steady),
             slots.scale,
             slots.softcap or 0.0,

@@ -162,6 +162,23 @@ class Step {
         for (int i = 0; i < store.channels; ++i) out[i] *= call.scale;
     }
 
+    // One token out of the store, as slots hold theirs: its codes and scales if they hold such.
+    void put_state(const Coding &as, const std::uint8_t *from, const std::uint16_t *scales, const PackedStates &to,
+                   std::int64_t slot, int head) const {
+        auto *own = const_cast<std::uint8_t *>(to.data) + slot * to.row_bytes;
+        if (!to.scales) return decoded(as, from, scales, own);
+        auto *own_scales = const_cast<std::uint16_t *>(to.scales) + slot * to.slot_scales();
+        if (as.store == call.slot_format) {
+            __builtin_memcpy(own, from, to.row_bytes);
+            __builtin_memcpy(own_scales, scales, to.slot_scales() * sizeof(std::uint16_t));
+            return;
+        }
+        std::uint8_t numbers[4 * MAX_CHANNELS];
+        decoded(as, from, scales, numbers);
+        encoded({call.slot_format, call.float_format, to.held, to.group_bits, to.means ? to.means + head * to.held : nullptr},
+                numbers, own, own_scales);
+    }
+
     void put_all(int row, const std::int64_t *pages, const std::uint8_t *is_read) const {
         const int text = row / call.kv_heads, head = row % call.kv_heads, count = store.count * PAGE;
         const std::int64_t own = std::int64_t(text) * call.score_heads + (call.score_heads == 1 ? 0 : head);
@@ -180,10 +197,9 @@ class Step {
             const std::int64_t place = place_of(piece, row, index), slot = std::int64_t(row) * call.slots + free[i];
             const std::uint32_t *words = words_at(store, piece, row, index);
             for (int w = 0; w < store.words; ++w) __builtin_memcpy(bytes + 4 * w, words + w * TILE, 4);
-            decoded(keys, bytes, scales_at(piece.key_scales, place, keys), call.slot_keys + slot * store.channels * call.number_bytes());
+            put_state(keys, bytes, scales_at(piece.key_scales, place, keys), call.slot_keys, slot, head);
             __builtin_memcpy(bytes, piece.values + place * store.value_bytes, store.value_bytes);
-            decoded(values, bytes, scales_at(piece.value_scales, place, values),
-                    call.slot_values + slot * store.value_channels * call.number_bytes());
+            put_state(values, bytes, scales_at(piece.value_scales, place, values), call.slot_values, slot, head);
         }
     }
 };
