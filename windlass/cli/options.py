@@ -370,7 +370,7 @@ Dtype = Annotated[
         "--dtype",
         envvar="WINDLASS_DTYPE",
         autocompletion=names_of(DTYPES),
-        help="auto (as the weights are stored), float32, bfloat16 or float16.",
+        help="auto (as the weights are stored, bfloat16 for those in fewer bits), float32, bfloat16 or float16.",
     ),
 ]
 Weights = Annotated[

@@ -35,6 +35,7 @@ from windlass.core.fields import Option, field_info
 from windlass.core.files import check_regular
 from windlass.core.parse import (
     AUTO,
+    GGUF,
     HALF,
     MAX_NUMBER,
     SYSTEM,
@@ -57,7 +58,7 @@ from windlass.hf.load import load as load_model
 from windlass.hf.load import load_tokenizer
 from windlass.hf.prompt_cache_check import TensorSpec
 from windlass.hf.prompt_cache_format import AGAIN, Header, InconsistentFile, shown
-from windlass.hf.weights import labelled, parameter_count
+from windlass.hf.weights import labelled, name_of, parameter_count
 from windlass.policies.base import OneShot
 from windlass.policies.wrappers import find
 from windlass.view.recording import Recorder
@@ -131,11 +132,15 @@ def chosen(cache: KVCache, given: Collection[str]) -> str | None:
     return beyond_note(cache)
 
 
-def dtype_note(asked: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """A note that a CPU computes in half precision because weights are stored so, or None if not needed."""
+def dtype_note(asked: str, dtype: torch.dtype, device: torch.device, weights: str | None = None) -> str | None:
+    """A note that a CPU computes in half precision without being asked to, or None if not needed.
+
+    `weights` names their types, as `Q4_K_M`, where they are not stored in that precision.
+    """
     if asked != AUTO or device.type != "cpu" or dtype not in HALF_PRECISION:
         return None
-    return f"computed in {HALF_PRECISION[dtype]}, as the weights are stored. --dtype float32 is more exact"
+    stored = ", as the weights are stored" if weights is None else f" from weights in {weights}"
+    return f"computed in {HALF_PRECISION[dtype]}{stored}. --dtype float32 is more exact"
 
 
 class OutputMode(Enum):
@@ -222,7 +227,8 @@ def open_session(
     with loading():
         model, tokenizer = load_model(name, load.dtype, load.device, load.weights, is_parallel)
     load_s = time.perf_counter() - started
-    said = dtype_note(load.dtype, model.dtype, model.device)
+    is_gguf = Path(model.name_or_path or "").suffix.lower() == GGUF
+    said = dtype_note(load.dtype, model.dtype, model.device, name_of(model) or ("a GGUF file" if is_gguf else None))
     if said is not None:
         note(f"windlass: note: {said}")
     if path is None:
