@@ -1,6 +1,7 @@
 """Output of `windlass bench`, `calibrate`, `eval` and `tune` while they measure."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -387,7 +388,7 @@ def options_of(model: str, text: Path, size: str, asked: TuneArguments, load: Lo
         length=asked.length,
         seed=asked.seed,
         is_aware=False,
-        output=asked.output or Path(f"tune-{shown_name(model).replace('/', '-')}.jsonl"),
+        output=asked.output or Path(f"tune-{re.sub('[/:]', '-', shown_name(model))}.jsonl"),
         dtype=load.dtype,
         threads=load.threads,
         device=load.device,
