@@ -54,7 +54,7 @@ Origins = Annotated[
     ),
 ]
 Name = Annotated[
-    str | None, Option("--name", help="The model's name for clients (default: that of its folder or GGUF file).")
+    str | None, Option("--name", help="The model's name for clients (default: the name of its folder or GGUF file).")
 ]
 Queue = Annotated[int, Option("--queue", min=0, max=100_000, help="Requests that may wait for a row.")]
 MostTokens = Annotated[
@@ -152,6 +152,8 @@ def serve(
     if asked.replicas is not None:
         with terminal.quiet(is_quiet):
             return serve_replicas(model, load, options, asked.replicas, asked.ray or LOCAL)
+    if launch is None or launch.is_first:  # an address that cannot be had is told before weights are loaded
+        run.bound(options.host, options.port).close()
     with loading(is_quiet):
         loaded = load_model(model, load.dtype, load.device, load.weights, is_parallel)
     if load.threads is not None:

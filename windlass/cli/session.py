@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.describe import beyond_note, reading_now
+from windlass.cache.merging import checked_merge
 from windlass.cache.options import CacheOptions, half_of
 from windlass.cache.recall import POSITIONS
 from windlass.cache.state import CacheState
@@ -160,7 +161,7 @@ class OutputMode(Enum):
 class PromptInput:
     """Options of a prompt. `is_begun`: it is read as the beginning of a message that continues later.
 
-    Raises: UsageError for a number of tokens that cannot be written.
+    Raises: UsageError for a number of tokens that cannot be written, an empty `stop`, or a system text left out.
     """
 
     system: str | None = None
@@ -172,6 +173,10 @@ class PromptInput:
 
     def __post_init__(self) -> None:
         check_max_tokens(self.max_tokens)
+        if "" in (self.stop or ()):
+            raise UsageError("--stop is an empty text, which every text begins with. Leave it out")
+        if self.is_raw and self.system is not None:
+            raise UsageError("--system is a message of the chat template, which --raw leaves out. Give one of them")
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,7 @@ def cache_options(given: Mapping[str, Any]) -> CacheOptions:
     """The options of a new cache. Raises: WindlassError for options that cannot be honoured."""
     options = CacheOptions(**given)
     check_recall(options.recall, options.budget, options.recall_folder is not None, "recall_store" in given)
+    checked_merge(options.merge, options.budget, options.store, options.policy)
     return options
 
 
@@ -211,16 +217,7 @@ def open_session(
     Raises: WindlassError for invalid options.
     """
     path = prompt_cache_file
-    numbers = {name: value for name, value in given.items() if isinstance(value, int)}
-    is_half = given.get("recall") == HALF
-    if path is None:
-        asked = cache_options(given)
-    else:  # numbers are checked together, and the file supplies the missing ones
-        if not path.exists():
-            raise UsageError(f"prompt cache {path} is not there. Make it with `windlass cache`")
-        check_regular(path, "prompt cache")
-        own = {*numbers, "recall"} if is_half else {*numbers}
-        asked = CacheOptions(**{name: value for name, value in given.items() if name not in own})
+    asked = cache_options(given) if path is None else _beside_file(path, given)
     if load.threads is not None:
         torch.set_num_threads(load.threads)
     started = time.perf_counter()
@@ -235,22 +232,31 @@ def open_session(
         return Session(model, tokenizer, KVCache.from_options(model, asked), frozenset(given), load_s)
     policy = asked.policy if "policy" in given else None
     cache = KVCache.load(path, model, policy=policy, recall_folder=asked.recall_folder, tokenizer=tokenizer)
-    if is_half:
-        numbers["recall"] = half_of(cache.options.budget)
-    wanted = {name: label for name, label in (asked.labels() | numbers).items() if name in given}
-    _check_same(path, wanted, cache.options.labels())
-    if "shares" in given and asked.shares != cache.options.shares:
-        raise UsageError(f"--shares {asked.shares} differs from the shares of {path}. Leave it out")
     if "positions" in given:
         cache.positions = asked.positions
     return Session(model, tokenizer, cache, frozenset(given), load_s)
 
 
-def _check_same(path: Path, wanted: Mapping[str, object], made: Mapping[str, object]) -> None:
-    """Raises: UsageError for an option that is another one than that of the prompt cache."""
-    for name, label in wanted.items():
-        if name not in ("policy", "positions", "recall_folder") and label != made[name]:
-            raise UsageError(f"--{name} {label} contradicts {path}, made with {name} {made[name]}. Leave it out")
+def _beside_file(path: Path, given: Mapping[str, Any]) -> CacheOptions:
+    """The options that are named beside a prompt cache, which has numbers of its own.
+
+    Raises: WindlassError for such an option or file, and for an option that is another one than that of the file.
+    """
+    if not path.exists():
+        raise UsageError(f"prompt cache {path} is not there. Make it with `windlass cache`")
+    check_regular(path, "prompt cache")
+    numbers = {name: value for name, value in given.items() if isinstance(value, int) or value == HALF}
+    asked = CacheOptions(**{name: value for name, value in given.items() if name not in numbers})
+    made = prompt_cache.options_of(path, asked.policy if "policy" in given else None)
+    if numbers.get("recall") == HALF:
+        numbers["recall"] = half_of(made.budget)
+    labels = made.labels()
+    for name, label in (asked.labels() | numbers).items():
+        if name in given and name not in ("policy", "positions", "recall_folder") and label != labels[name]:
+            raise UsageError(f"--{name} {label} contradicts {path}, made with {name} {labels[name]}. Leave it out")
+    if "shares" in given and asked.shares != made.shares:
+        raise UsageError(f"--shares {asked.shares} differs from the shares of {path}. Leave it out")
+    return asked
 
 
 def generate(
@@ -297,8 +303,6 @@ def fed(session: Session, prompt: str, asked: PromptInput) -> str:
     Raises: UsageError for a system prompt where it has no place, or a template that fails.
     """
     system, tokenizer = asked.system, session.tokenizer
-    if asked.is_raw and system is not None:
-        raise UsageError("--system is a message of the chat template, which --raw leaves out. Give one of them")
     keep_system(session.cache, tokenizer, None if asked.is_raw else templates.of_system(system))
     if asked.is_raw or (system is None and not templates.has_template(tokenizer)):
         return prompt
@@ -602,6 +606,6 @@ def _kind(
         raise UsageError(f"{KIND} {typed!r} gives no number of rows. Write rows=2,budget=4096,policy=snapkv")
     rows = given.pop("rows")
     try:
-        return rows, CacheOptions(**{**first, **given})
+        return rows, cache_options({**first, **given})
     except WindlassError as error:
         raise UsageError(f"{KIND} {typed!r}: {error}") from error

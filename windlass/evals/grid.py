@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from windlass.cache.merging import merge_of
+from windlass.cache.merging import checked_merge, merge_of
 from windlass.cache.options import CacheOptions, policy_of, recall_store_of
 from windlass.cache.shares import shares_of
 from windlass.core.errors import UsageError, WindlassError
@@ -264,7 +264,9 @@ def grid_of(lists: ListOptions) -> Grid:
             options |= {"policy": Recent(), "merge": None, "shares": None, "recall": 0}
         if not options.get("recall"):
             options.pop("recall_store", None)
-        settings.append(Settings(budget, CacheOptions(**usual | options)))
+        made = CacheOptions(**usual | options)
+        checked_merge(made.merge, 1, made.store, made.policy)  # whatever the budget comes to
+        settings.append(Settings(budget, made))
     return Grid(
         tasks_of(lists),
         list(dict.fromkeys(parse_list("--lengths", lists.lengths, int_parser("--lengths", 1, MAX_NUMBER)))),

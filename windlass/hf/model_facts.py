@@ -180,6 +180,6 @@ def shown_name(name: str | os.PathLike[str]) -> str:
     if not folder.exists():
         return str(name)
     # Links are not resolved: the user's name says more than the target's.
-    path = Path(os.path.abspath(folder))
+    path = Path(os.path.normpath(folder.absolute()))
     shown = path.stem if path.suffix.lower() == GGUF and path.is_file() else path.name
     return (shown or str(name)) + ("" if quant is None else f":{quant}")
