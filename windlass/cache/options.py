@@ -213,8 +213,8 @@ class CacheOptions:
     merge: Merge | None = declared(
         Option(
             None,
-            "Rule that merges evicted tokens into kept ones: mean_count, mean, sum, pick or weighted, also as "
-            "mean_count(next, threshold=0.5)",
+            "A study, worse than dropping by 0.003 to 0.427 nats a token on SmolLM2-135M: rule that merges evicted "
+            "tokens into kept ones, mean_count, mean, sum, pick or weighted, also as mean_count(next, threshold=0.5)",
             usual="none, which drops them",
             names=MERGES,
             metavar="RULE",
