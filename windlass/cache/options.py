@@ -105,7 +105,7 @@ def default_window(budget: int | None, sinks: int) -> int:
 
 
 def half_of(budget: int | None) -> int:
-    """Tokens that `recall="half"` stands for: half of the budget, in whole pages.
+    """Tokens that `recall="half"` stands for, on top of the budget: half as many, in whole pages.
 
     Raises: UsageError without a budget, or where its half is less than a page.
     """
@@ -224,8 +224,8 @@ class CacheOptions:
     recall: HalfOrCount = declared(
         Option(
             0,
-            f"Number of evicted tokens that each step reloads on top of the budget, a multiple of {PAGE}. {HALF}, "
-            "or no value on the command line, means half of the budget. All evicted tokens stay in the host's memory",
+            f"Number of evicted tokens that each step reloads on top of the budget, a multiple of {PAGE}. {HALF}, or "
+            "no value on the command line: half as many as the budget. All evicted tokens stay in the host's memory",
             int,
             most=MAX_NUMBER,
             words=(HALF,),

@@ -95,15 +95,15 @@ class Choices:
     """
 
     def __init__(self, cache: KVCache, given: Collection[str]) -> None:
-        self._cache, self._given, self._is_told, self._is_cost_told = cache, given, False, False
+        self.cache, self._given, self._is_told, self._is_cost_told = cache, given, False, False
 
     def tell(self) -> None:
         """To be called whenever tokens were read or written."""
-        line = None if self._is_told else chosen(self._cache, self._given)
+        line = None if self._is_told else chosen(self.cache, self._given)
         if line is not None:
             self._is_told = True
             note(f"windlass: note: {line}")
-        line = None if self._is_cost_told else eviction_cost(self._cache)
+        line = None if self._is_cost_told else eviction_cost(self.cache)
         if line is not None:
             self._is_cost_told = True
             note(f"windlass: note: {line}")

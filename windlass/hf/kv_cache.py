@@ -140,7 +140,7 @@ class KVCache(ModelCache):
     key, see `windlass.cache.merging`: a study, which predicts novels worse than dropping on SmolLM2-135M.
     `recall`: evicted tokens stay in a recall store, and each step reads up to this many of them in addition to the
     slots: in each layer and kv head the pages of 8 tokens that the step's queries score highest. 0 drops evicted
-    tokens, "half" is half of the budget. The store grows with the text, in host memory or in an unnamed file of
+    tokens, "half" is half as many as the budget. The store grows with the text, in host memory or in an unnamed file of
     `recall_folder`.
     `recall_store`: format of the recall store: "plain", "int8" or "int4".
     `shares`: the part of the budget that each layer and kv head gets, as a file of `windlass calibrate --shares` or
