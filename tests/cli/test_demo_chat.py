@@ -123,7 +123,7 @@ def test_other_wrong_options_are_told_before_anything_is_read(
     monkeypatch.setattr(demo, "read_and_reply", Mock(side_effect=AssertionError("read")))
     with pytest.raises(UsageError, match=r"length \(900,000 tokens\) is more than the [\d,]+ of the text. Lower --len"):
         demo.chat_demo(Path("any.gguf"), Options(length=900_000), is_json=False)
-    monkeypatch.setattr(demo.KVCache, "from_options", Mock(side_effect=[None, None, UsageError("no such cache")]))
+    monkeypatch.setattr(windlass.KVCache, "from_options", Mock(side_effect=[None, None, UsageError("no such cache")]))
     with pytest.raises(UsageError, match="no such cache"):
         demo.chat_demo(Path("any.gguf"), Options(), is_json=False)
 

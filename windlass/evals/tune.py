@@ -430,8 +430,9 @@ def is_whole(grid: Grid) -> bool:
 class Tuning(Sweep):
     """A sweep over the candidates in rounds: after each the worse half leaves."""
 
-    def __init__(self, options: TuneOptions, note: Callable[[str], None], executor: Executor) -> None:
+    def __init__(self, options: TuneOptions, note: Callable[[str], None], executor: Executor | None = None) -> None:
         """As `Sweep`, with as many texts as the time allows. Raises: UsageError where it allows none."""
+        executor = executor or options.runner()
         plan = executor.plan
         assert isinstance(plan, TunePlan)
         count, self._cell_s = len(candidates_of(plan.grid)), plan.cell_s

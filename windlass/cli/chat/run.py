@@ -40,7 +40,7 @@ def chat(session: Session, asked: PromptInput, arguments: ChatArguments) -> int:
     """
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     folder = _folder() if is_terminal and arguments.has_history else None
-    origin = Origin(Path(shown_name(session.model.name_or_path)).name, fingerprint(session.model))
+    origin = Origin(Path(shown_name(str(session.model.name_or_path))).name, fingerprint(session.model))
     journal = Journal(None if folder is None else folder / "chats", origin)
     dialogue = Dialogue(
         session=session,
