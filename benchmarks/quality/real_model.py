@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "smollm2.jsonl"
 RECALLED = "KeyDiff, half recalled"
 KEY = ("table", "row", "tokens", "budget", "chunk", "part")
 UNIFORM = {"policy": "random(keep_prompt=False)"}
-Variants = dict[str, dict[str, Any]]  # options of `CacheOptions` by row. `half` splits the budget: half slots, half recalled
+Variants = dict[str, dict[str, Any]]  # options of `CacheOptions` by row. `half` recalls half of the budget instead
 MERGES, STORES = ("mean_count", "mean_count(next)"), ("int8", "int4")
 MODES = ("auto", "original", "compact", "clamp(8192)")
 
