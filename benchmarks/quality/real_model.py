@@ -32,7 +32,7 @@ SHIPPED_SHARES = {"smollm2": "smollm2-135m-instruct-q4_1.json"}  # by the name o
 RECALLED, SHARED = "KeyDiff, half recalled", "KeyDiff, shares"
 KEY = ("table", "row", "tokens", "budget", "chunk", "part")
 UNIFORM = {"policy": "random(keep_prompt=False)"}
-Variants = dict[str, dict[str, Any]]  # options of `CacheOptions` by row. `half` recalls half of the budget
+Variants = dict[str, dict[str, Any]]  # options of `CacheOptions` by row. `half` recalls half of the budget instead
 MERGES, STORES = ("mean_count", "mean_count(next)"), ("int8", "int4")
 MODES = ("auto", "original", "compact", "clamp(8192)")
 

@@ -36,9 +36,10 @@ The command writes this page and goes on where it was stopped. Lines: `benchmark
 
 Every table has the same controls: the full cache, `Recent`, `Random` (evicts uniformly at random, prompt and all), and
 `Random, prompt pinned`, whose first tokens are sinks: {pinned} tokens of a novel, the head of the message before a text
-with a fact, the system text of a chat. The budget is the whole working set. With "half recalled" half of it is slots,
-and half is read again from host memory. "shares" are those that come with Windlass for this model (`shares="auto"`):
-each head has a part of the budget by KVzip's scores on another novel. Intervals have 95 %.
+with a fact, the system text of a chat. The budget is the whole working set. Rows "half recalled" split it into slots
+and tokens that are read again from host memory: 256 is `--budget 128 --recall 128`. "shares" are those that come with
+Windlass for this model (`shares="auto"`), a part of the budget for each head by KVzip's scores on another novel.
+Intervals have 95 %.
 """
 
 TRAINED = 8192

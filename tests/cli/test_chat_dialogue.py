@@ -174,6 +174,18 @@ def test_saved_and_loaded_goes_on_exactly(dialogue: Make, tmp_path: Path):
     assert held(after(again, THIRD).cache) != held(talk.cache)
 
 
+def test_the_cost_of_eviction_is_told_of_a_loaded_cache(
+    dialogue: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "long.json"
+    after(dialogue(budget=20), FIRST, SECOND, THIRD).save(path)
+    loaded = dialogue(budget=20)
+    assert loaded.load(path).endswith("tokens")  # its cache is taken
+    capsys.readouterr()
+    after(loaded, FIRST, SECOND)
+    assert capsys.readouterr().err.count(session.EVICTION_COST) == 1
+
+
 @pytest.mark.parametrize("damage", ["cut", "another"])
 def test_a_cache_that_does_not_fit_is_made_again(
     dialogue: Make, tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import cli
+from tests.helpers import cli, gguf_files
 from tests.helpers.cli import Ran
 from tests.helpers.models import MODEL
 from windlass.cli.session import EVICTION_COST, dtype_note
@@ -78,5 +78,26 @@ def test_half_precision_that_nobody_asked_for_is_told_of(run: Callable[..., Ran]
     assert dtype_note("bfloat16", torch.bfloat16, cpu) is None
     assert dtype_note("auto", torch.float32, cpu) is None
     assert dtype_note("auto", torch.bfloat16, torch.device("cuda")) is None
-    said = notes(run("generate", MODEL, "Hello", "-n", "1"))
-    assert said == ["computed in bfloat16, as the weights are stored. --dtype float32 is more exact"]
+    said = dtype_note("auto", torch.bfloat16, cpu, "Q4_K_M")
+    assert said == "computed in bfloat16 from weights in Q4_K_M. --dtype float32 is more exact"
+    assert notes(run("generate", MODEL, "Hello", "-n", "1")) == [
+        "computed in bfloat16, as the weights are stored. --dtype float32 is more exact"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("Q4_1", "computed in bfloat16 from weights in Q4_1. --dtype float32 is more exact"),
+        ("IQ4_NL", "computed in bfloat16 from weights in a GGUF file. --dtype float32 is more exact"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:model .* are decoded")
+def test_the_weights_of_a_gguf_file_are_not_said_to_be_bfloat16(
+    run: Callable[..., Ran], tmp_path: Path, kind: str, said: str
+) -> None:
+    pytest.importorskip("gguf")
+    file = tmp_path / "tiny.gguf"
+    gguf_files.write(file, "llama", kind)
+    assert notes(run("generate", str(file), "Hello", "-n", "1")) == [said]
+    assert notes(run("chat", str(file), "-n", "1", stdin=b"Hello"))[0] == said

@@ -3,12 +3,14 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from tests.helpers import cli
 from tests.helpers.cli import PROMPT, Ran, assert_refused, generate
 from tests.helpers.models import MODEL
+from windlass.cli import session
 
 run = cli.run  # fixture
 
@@ -36,6 +38,41 @@ run = cli.run  # fixture
 )
 def test_wrong_options_are_one_line(run: Callable[..., Ran], options: tuple[str, ...], says: str):
     assert_refused(run("generate", MODEL, PROMPT, *options), says)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--stop", ""), "--stop is an empty text, which every text begins with. Leave it out"),
+        (("--raw", "--system", "Be brief."), "--system is a message of the chat template, which --raw leaves out"),
+        (("--merge", "mean"), "merge=mean needs a budget"),
+        (
+            ("--budget", "64", "--merge", "weighted"),
+            "merge=weighted takes weights from the policy, and KeyDiff() gives n",
+        ),
+        (("--recall", "64"), "recall (64 tokens) needs a budget"),
+        (
+            ("--budget", "64", "--prompt-cache", "{file}"),
+            "--budget 64 contradicts {file}, made with budget 40. Leave it o",
+        ),
+        (("--store", "int8", "--prompt-cache", "{file}"), "--store int8 contradicts {file}, made with store plain"),
+        (("--policy", "snapkv", "--prompt-cache", "{file}"), "was made with the policy KeyDiff(), not with SnapKV("),
+        (("--prompt-cache", __file__), "is not a safetensors file, or damaged"),
+    ],
+)
+def test_options_are_checked_before_weights_are_loaded(
+    run: Callable[..., Ran],
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    says: str,
+):
+    file = tmp_path_factory.getbasetemp() / "made.cache"
+    if not file.exists():
+        assert run("cache", MODEL, PROMPT, "--budget", "40", "--prompt-cache", str(file)).code == 0
+    monkeypatch.setattr(session, "load_model", Mock(side_effect=AssertionError("loaded")))
+    arguments = [each.format(file=file) for each in options]
+    assert_refused(run("generate", MODEL, PROMPT, *arguments), says.format(file=file))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
+from tests.helpers.cli import Ran, assert_refused
 from tests.helpers.models import MODEL
 from windlass.cache.options import CacheOptions
 from windlass.cli import demo
@@ -95,6 +96,44 @@ def test_both_small_caches_read_as_many_tokens() -> None:
     assert (recall.budget, recall.recall) == (52, 48)
     labels = [demo.label_of(each) for each in (full, budget, recall)]
     assert labels == ["full cache", "100 slots", "52 + 48 recalled"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--budget", "0"), "budget must be from 1 to 1073741824, got 0"),
+        (("--budget", "8"), "budget (8 tokens) must be at least 16: the last row recalls half of it, in pages of 8. R"),
+        (("--policy", "keydif"), "Did you mean key_diff?"),
+        (("--text", "none.txt"), "text file none.txt cannot be read: No such file"),
+    ],
+)
+def test_wrong_options_are_told_before_weights_are_loaded(
+    options: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "smollm2_file", lambda _: Path("any.gguf"))
+    monkeypatch.setattr(demo, "load", Mock(side_effect=AssertionError("loaded")))
+    code = main(("demo", *options))
+    assert_refused(Ran(code, *capsys.readouterr()), says)
+
+
+def test_other_wrong_options_are_told_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch, opened: tuple[PreTrainedModel, PreTrainedTokenizerBase]
+) -> None:
+    monkeypatch.setattr(demo, "load", lambda _: opened)
+    monkeypatch.setattr(demo, "read_and_reply", Mock(side_effect=AssertionError("read")))
+    with pytest.raises(UsageError, match=r"length \(900,000 tokens\) is more than the [\d,]+ of the text. Lower --len"):
+        demo.chat_demo(Path("any.gguf"), Options(length=900_000), is_json=False)
+    monkeypatch.setattr(windlass.KVCache, "from_options", Mock(side_effect=[None, None, UsageError("no such cache")]))
+    with pytest.raises(UsageError, match="no such cache"):
+        demo.chat_demo(Path("any.gguf"), Options(), is_json=False)
+
+
+def test_a_short_text_is_read_whole(opened: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path) -> None:
+    _, tokenizer = opened
+    file = tmp_path / "short.txt"
+    file.write_text("It was a dark night, and the river was quiet. " * 40)
+    there = len(encode(tokenizer, file.read_text(), is_start=True))
+    assert 0.8 * there < len(demo.chat_about(tokenizer, Options(text=file)).ids(tokenizer)) <= there
 
 
 def test_the_fact_stands_in_the_text_once_and_the_question_without_it(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ def test_a_full_cache_recalls_nothing() -> None:
     asked = [(each.budget.asked, each.labels["recalled"]) for each in settings]
     found = ["none", "16 in int8", "16 in int4", "24 in int8", "24 in int4"]
     assert sorted(asked) == sorted([("all", "none"), *(("16", each) for each in found)])
+
+
+def test_half_is_of_each_budget() -> None:
+    found = grid_of(replace(lists("half"), options=lists("half").options | {"budgets": "all,16,50"})).settings
+    assert [(each.budget.slots, each.options.recall) for each in found] == [(None, 0), (16, 8), (50, 24)]
+    with pytest.raises(UsageError, match=r"--recall half is half of a number, and --budgets has 4x\. Give a"):
+        grid_of(ListOptions("passkey", "90", {"budgets": "4x", "recall": "half"}))
 
 
 @pytest.mark.parametrize(("recall", "store"), [("12", "int8"), ("x", "int8"), ("8", "int5")])

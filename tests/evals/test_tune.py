@@ -4,6 +4,8 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,15 +18,19 @@ from tests.helpers.models import MODEL
 from windlass.cache.options import CacheOptions, policy_of
 from windlass.core.errors import UsageError
 from windlass.core.parse import parse_bytes
+from windlass.evals import tune
 from windlass.evals.grid import Settings
 from windlass.evals.task import Budget
 from windlass.evals.texts import novel
 from windlass.evals.tune import (
     CandidateResult,
     Records,
+    TuneRunner,
     budget_within,
     bytes_of,
+    cells_of,
     command,
+    duration,
     is_surely_better,
     layer_bytes,
     placed,
@@ -137,9 +143,7 @@ def ranked(
     of_text = [("task", 500, 0, sample, None) for sample in range(len(found))]
     options = CacheOptions(policy=policy_of(policy), chunk=128, positions=positions, store=store)
     settings = Settings(Budget("1812", 1812), options)
-    return CandidateResult(
-        settings, dict(zip(of_text, found, strict=True)), dict(zip(of_text, nlls, strict=True)), None, 900
-    )
+    return CandidateResult(settings, dict(zip(of_text, found, strict=True)), dict(zip(of_text, nlls, strict=True)), 900)
 
 
 def test_the_best_that_is_surely_better() -> None:
@@ -226,6 +230,48 @@ def test_a_run_goes_on_and_says_what_to_paste(run: Callable[..., Ran], tmp_path:
     again = run(*asked)
     assert (again.code, again.out) == (0, ran.out)
     assert len(output.read_bytes().splitlines()) == len(lines)
+
+
+def test_the_time_decides_how_many_texts_are_read(
+    run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, output = tmp_path / "my.txt", tmp_path / "r.jsonl"
+    text.write_text(novel()[:1500])
+    lists = ("--policies", "recent,key_diff", "--store", "plain", "--length", "160", "-o", str(output))
+    asked = ("tune", MODEL, "-f", str(text), "--bytes", "330KiB", "--dtype", "float32", *lists)
+    # Two candidates and the full cache, two tasks: 6 cells for one text, 12 for two, 18 for three.
+    monkeypatch.setattr(TuneRunner, "_cell_s", lambda *_: 1000.0)
+    said = "2 candidates on one text of 160 tokens take about 100 minutes, more than --minutes 10. Raise it, or lower"
+    assert_refused(run(*asked), said)
+    assert not output.exists()
+    monkeypatch.setattr(TuneRunner, "_cell_s", lambda *_: 49.0)
+    start = "2 candidates on texts of 160 tokens, at most 2 for each"
+    ran = run(*asked)
+    assert (ran.code, ran.err) == (0, f"{start} in --minutes 10: about 10 minutes. Results go to {output}\n")
+    assert len(output.read_text().splitlines()) == 1 + 12
+    again = run(*asked, "--samples", "2")
+    assert (again.out, again.err) == (ran.out, f"{start}: less than a minute. Results go to {output}\n")
+
+
+def test_the_speed_is_that_of_a_text_of_each_task(
+    run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "my.txt"
+    text.write_text(novel()[:9000])
+    clock = iter([0.0, 3.0, 10.0, 14.0])
+    monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(TuneRunner, "measured", Mock(return_value=[]))
+    lists = ("--policies", "recent,key_diff", "--store", "plain", "--length", "1024", "-o", str(tmp_path / "r.jsonl"))
+    ran = run("tune", MODEL, "-f", str(text), "--bytes", "330KiB", "--dtype", "float32", *lists, "--minutes", "0.6")
+    # Twice the 512 tokens that take 3 and 4 seconds: 7 seconds for a cell, 42 for the 6 of one text.
+    assert_refused(ran, "2 candidates on one text of 1,024 tokens take about 1 minute, more than --minutes 0.6")
+
+
+def test_times_in_words() -> None:
+    told = ["less than a minute", "about 1 minute", "about 9 minutes", "about 119 minutes", "about 3 hours"]
+    assert [duration(each) for each in (20, 40, 550, 7150, 10_000)] == told
+    assert cells_of(rounds_of(9, 10), has_full=True) == 3 * 10 + 2 * 6 + 5 * 4
+    assert cells_of(rounds_of(9, 10), has_full=False) == 3 * 9 + 2 * 5 + 5 * 3
 
 
 def test_a_text_that_fits_needs_no_choice(run: Callable[..., Ran], tmp_path: Path) -> None:

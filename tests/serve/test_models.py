@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 import windlass
+from tests.helpers import gguf_files
 from tests.helpers.models import MODEL
 from tests.helpers.serving import NAME, RawClient, ScriptedService, ask, chat, complete, says, serving
 from windlass import UsageError
 from windlass.cache.options import CacheOptions
+from windlass.cli.serve import ServeArguments, options_of
 from windlass.engine.request import EngineLimits
 from windlass.serve.metrics import ModelFacts
 from windlass.serve.run import ServeOptions
@@ -61,6 +63,41 @@ def test_a_model_is_as_old_as_its_weights(tmp_path: Path) -> None:
     assert ModelFacts.of(model).created == 1_222_222_222
     (folder / "config.json").unlink()
     assert ModelFacts.of(model).created > 1_700_000_000  # now: there is no file
+
+
+def test_a_gguf_file_is_as_old_as_itself(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    file = tmp_path / "tiny.Q8_0.gguf"
+    gguf_files.write(file, "llama")
+    os.utime(file, (1_234_567_890, 1_234_567_890.5))
+    for name in (file, tmp_path):
+        model, _ = windlass.load(name, "float32")
+        assert ModelFacts.of(model).created == 1_234_567_890
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("files/tiny.Q8_0.gguf", "tiny.Q8_0"),
+        ("files/link.gguf", "link"),
+        ("files", "files"),
+        ("files/", "files"),
+        ("files/../files/.", "files"),
+        ("files:Q8_0", "files:Q8_0"),
+        ("owner/name:Q4_K_M", "owner/name:Q4_K_M"),
+        ("owner/name", "owner/name"),
+    ],
+)
+def test_a_model_is_called_by_its_folder_or_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, name: str
+) -> None:
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "tiny.Q8_0.gguf").touch()
+    (tmp_path / "files" / "link.gguf").symlink_to("tiny.Q8_0.gguf")
+    monkeypatch.chdir(tmp_path)
+    assert options_of(model, {}, ServeArguments()).name == name
+    if not model.startswith("owner"):
+        assert options_of(f"{tmp_path}/{model}", {}, ServeArguments()).name == name
 
 
 def sent(port: int, method: str, path: str, **headers: str) -> tuple[int, dict[str, str]]:

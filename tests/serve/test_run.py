@@ -9,10 +9,11 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from tests.helpers.cli import Ran, loaded_once, run
+from tests.helpers.cli import Ran, assert_refused, loaded_once, run
 from tests.helpers.models import MODEL
 from tests.helpers.serving import RawClient, complete
 from windlass.cli import serve
@@ -72,6 +73,20 @@ def test_a_signal_cuts_what_takes_too_long_with_a_word() -> None:
         out, err = server.communicate(timeout=20)
         assert (server.returncode, out.splitlines()[0], "Traceback" in err) == (0, "[0.2, 0.0]", False)
         client.close()
+
+
+def test_an_address_that_is_taken_is_told_before_weights_are_loaded(
+    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("windlass.hf.load.load", Mock(side_effect=AssertionError("loaded")))
+    with bound("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        ran = run("serve", MODEL, "--port", str(port))
+    assert_refused(ran, f"cannot listen on 127.0.0.1:{port}: ")
+    assert_refused(
+        run("serve", MODEL, "--kind", "rows=1,merge=weighted"), "takes weights from the policy, and KeyDiff() "
+    )
 
 
 def test_an_address_that_is_taken() -> None:

@@ -105,7 +105,7 @@ def default_window(budget: int | None, sinks: int) -> int:
 
 
 def half_of(budget: int | None) -> int:
-    """Tokens that `recall="half"` stands for: half of the budget, in whole pages.
+    """Tokens that `recall="half"` stands for, on top of the budget: half as many, in whole pages.
 
     Raises: UsageError without a budget, or where its half is less than a page.
     """
@@ -213,8 +213,8 @@ class CacheOptions:
     merge: Merge | None = declared(
         Option(
             None,
-            "Rule that merges evicted tokens into kept ones: mean_count, mean, sum, pick or weighted, also as "
-            "mean_count(next, threshold=0.5)",
+            "A study, worse than dropping by 0.003 to 0.427 nats a token on SmolLM2-135M: rule that merges evicted "
+            "tokens into kept ones, mean_count, mean, sum, pick or weighted, also as mean_count(next, threshold=0.5)",
             usual="none, which drops them",
             names=MERGES,
             metavar="RULE",
@@ -224,8 +224,8 @@ class CacheOptions:
     recall: HalfOrCount = declared(
         Option(
             0,
-            f"Number of evicted tokens that each step reloads on top of the budget, a multiple of {PAGE}. {HALF}, "
-            "or no value on the command line, means half of the budget. All evicted tokens stay in the host's memory",
+            f"Number of evicted tokens that each step reloads on top of the budget, a multiple of {PAGE}. {HALF}, or "
+            "no value on the command line: half as many as the budget. All evicted tokens stay in the host's memory",
             int,
             most=MAX_NUMBER,
             words=(HALF,),

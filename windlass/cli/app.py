@@ -193,7 +193,11 @@ def demo(
     ] = None,
     budget: Annotated[
         int | None,
-        Option("--budget", "--max-kv-size", help="Tokens that a small cache reads in a step (default: 512 or 256)."),
+        Option(
+            "--budget",
+            "--max-kv-size",
+            help="Tokens that a small cache reads in a step, half of them recalled in the last (default: 512 or 256).",
+        ),
     ] = None,
     policy: Annotated[str, Option("--policy", metavar="NAME", help="Policy of the rows with a budget.")] = "key_diff",
     text: Annotated[

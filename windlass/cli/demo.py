@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cache.options import CacheOptions, half_of
+from windlass.cache.options import CacheOptions
 from windlass.cache.shares import Shares
 from windlass.cache.shares import read as read_shares
 from windlass.cli.terminal import INTERRUPTED, Bar, as_interrupts, loading, note, progress, say
@@ -95,18 +95,32 @@ class FactsRow:
     asked: int
 
 
-def memories(policy: Policy, budget: int) -> list[Memory]:
-    """`budget` slots without recall, and about half as many with it.
+def split(budget: int) -> tuple[int, int]:
+    """Slots and recalled tokens that together are `budget`: half of it each, the recalled ones in whole pages.
 
     Raises: UsageError for a budget whose half is less than a page.
     """
     recall = budget // 2 // PAGE * PAGE
     if not recall:
         raise UsageError(
-            f"budget ({budget} tokens) must be at least {2 * PAGE}: the second row recalls half of it, in pages of "
+            f"budget ({budget} tokens) must be at least {2 * PAGE}: the last row recalls half of it, in pages of "
             f"{PAGE}. Raise --budget"
         )
-    return [Memory(policy, budget, 0), Memory(policy, budget - recall, recall)]
+    return budget - recall, recall
+
+
+def memories(policy: Policy, budget: int) -> list[Memory]:
+    """`budget` slots without recall, and with it half slots, half recalled tokens. Raises: UsageError as `split`."""
+    slots, recall = split(budget)
+    return [Memory(policy, budget, 0), Memory(policy, slots, recall)]
+
+
+def check_length(tokenizer: PreTrainedTokenizerBase, text: str, length: int | None) -> int:
+    """The number of tokens of a text. Raises: UsageError for a `length` above it."""
+    there = len(encode(tokenizer, text, is_start=True))
+    if length is not None and length > there:
+        raise UsageError(f"length ({length:,} tokens) is more than the {there:,} of the text. Lower --length")
+    return there
 
 
 def facts_in(tokenizer: PreTrainedTokenizerBase, text: str, file: Path | None, length: int | None, seed: int) -> Facts:
@@ -114,15 +128,13 @@ def facts_in(tokenizer: PreTrainedTokenizerBase, text: str, file: Path | None, l
 
     If `length` is None: `LENGTH`, or all of a text that has fewer.
 
-    Raises: UsageError for more tokens than the text has, or too few for the facts.
+    Raises: UsageError as `check_length`, or for too few tokens for the facts.
     """
     task = NAMES[TASK] if file is None else NAMES[TASK].reading(file)
     assert task is not None
-    there = len(encode(tokenizer, text, is_start=True))
+    there = check_length(tokenizer, text, length)
     if length is None and there < LENGTH:
         return Facts(task, task.compose(random.Random(f"{seed} {TASK}"), there, task.most_units or 0))
-    if length is not None and length > there:
-        raise UsageError(f"length ({length:,} tokens) is more than the {there:,} of the text. Lower --length")
     return Facts(task, fit(SampleSpec(task, TASK, length or LENGTH, seed, 0), tokenizer).sample)
 
 
@@ -464,32 +476,32 @@ class ChatRow:
 
 
 def chat_about(tokenizer: PreTrainedTokenizerBase, options: Options) -> Chat:
-    """A message of `CHAT_LENGTH` tokens (or `options.length`) with a fact, drawn from the seed.
+    """A message of `options.length` tokens with a fact, drawn from the seed. Of `CHAT_LENGTH` if that is None, or less.
 
     Raises: UsageError for a text that cannot be read, or is too short for the length.
     """
+    text = novel() if options.text is None else read_text(options.text, f"text file {options.text}")
+    there = check_length(tokenizer, text, options.length)
+    length = options.length or min(CHAT_LENGTH, there)
     task: Task = Needles(
         haystack=Novel(options.text, has_numerals=True),
         wording=CHAT,
         depth=options.depth,
         answer_tokens=CHAT_ANSWER_TOKENS,
     )
-    sample: Sample = fit(SampleSpec(task, "chat", options.length or CHAT_LENGTH, options.seed, 0), tokenizer).sample
+    sample: Sample = fit(SampleSpec(task, "chat", length, options.seed, 0), tokenizer).sample
     return Chat(sample.context, sample.turns[0])
 
 
 def chat_caches(options: Options) -> list[CacheOptions]:
-    """A full cache, one of the budget, and one whose budget and recall are half of it each.
+    """A full cache, one of the budget, and one of as many tokens, half of them slots and half recalled.
 
     Raises: WindlassError for a budget or a policy that cannot be had.
     """
-    budget = options.budget or CHAT_BUDGET
-    recall = half_of(budget)
-    return [
-        CacheOptions(chunk=CHUNK),
-        CacheOptions(budget, options.policy, chunk=CHUNK),
-        CacheOptions(budget - recall, options.policy, chunk=CHUNK, recall=recall),
-    ]
+    budget = CHAT_BUDGET if options.budget is None else options.budget
+    small = CacheOptions(budget, options.policy, chunk=CHUNK)
+    slots, recall = split(budget)
+    return [CacheOptions(chunk=CHUNK), small, CacheOptions(slots, options.policy, chunk=CHUNK, recall=recall)]
 
 
 def label_of(options: CacheOptions) -> str:
@@ -573,9 +585,13 @@ def chat_demo(file: Path, options: Options, is_json: bool) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     settings = chat_caches(options)
+    if options.text is not None:
+        read_text(options.text, f"text file {options.text}")  # before weights are loaded
     with loading():
         model, tokenizer = load(file)
     chat = chat_about(tokenizer, options)
+    for each in settings:  # wrong options must show before a minute of reading
+        KVCache.from_options(model, each)
     question, rows = chat.question, list[ChatRow]()
     if not is_json:
         source = "Three Men in a Boat" if options.text is None else options.text

@@ -1,6 +1,7 @@
 """Output of `windlass bench`, `calibrate`, `eval` and `tune` while they measure."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +34,16 @@ from windlass.evals.speed.measure import Benchmark, BenchRequest, Clock
 from windlass.evals.speed.rows import BenchRow
 from windlass.evals.speed.table import NUMBERS, Conditions, as_json, footnote, in_common, ratios, table, varied
 from windlass.evals.task import budget_of
-from windlass.evals.tune import CandidateResult, TuneOptions, Tuning, candidates_of, command, is_whole, sentence
+from windlass.evals.tune import (
+    CandidateResult,
+    TuneOptions,
+    Tuning,
+    candidates_of,
+    command,
+    duration,
+    is_whole,
+    sentence,
+)
 from windlass.hf.load import load
 from windlass.hf.model_facts import shown_name
 from windlass.policies import linear_scorer, pairs
@@ -388,10 +398,11 @@ def options_of(model: str, text: Path, size: str, asked: TuneArguments, load: Lo
         size=parse_bytes("--bytes", size),
         lists=ListOptions(asked.tasks, "", asked.of_cache),
         samples=asked.samples,
+        minutes=asked.minutes,
         length=asked.length,
         seed=asked.seed,
         is_aware=False,
-        output=asked.output or Path(f"tune-{shown_name(model).replace('/', '-')}.jsonl"),
+        output=asked.output or Path(f"tune-{re.sub('[/:]', '-', shown_name(model))}.jsonl"),
         dtype=load.dtype,
         threads=load.threads,
         device=load.device,
@@ -415,14 +426,17 @@ def tune(options: TuneOptions, spread: RayArguments) -> int:
         for line in notes:
             note(line)
         if tuning is not None:
-            note(f"{len(candidates)} candidates on texts of {length:,} tokens. Results go to {options.output}")
+            texts = tuning.grid.samples
+            told = f"{len(candidates)} candidates on texts of {length:,} tokens, at most {texts} for each"
+            told += "" if texts == options.samples else f" in --minutes {options.minutes:g}"
+            note(f"{told}: {duration(tuning.seconds_left)}. Results go to {options.output}")
             is_complete = _run(tuning, TUNE_SPEED_S)
     if tuning is None:
         whole = min(candidates, key=lambda each: each.options.store.name != "plain")
         say(
             f"{in_units(options.size)} hold all of a text of {length:,} tokens, in store "
             f"{whole.options.store.name}: nothing is evicted, and there is nothing to choose. For longer texts give "
-            f"one, and --length.\n\n    {_command(options, CandidateResult(whole, {}, {}, None, 0))}\n"
+            f"one, and --length.\n\n    {_command(options, CandidateResult(whole, {}, {}, 0))}\n"
         )
         return 0
     ranking, full = tuning.ranking, tuning.full
@@ -447,7 +461,7 @@ def _table(ranking: list[CandidateResult], full: CandidateResult | None) -> Tabl
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("policy", "store", "positions"):
         table.add_column(name, overflow="fold")
-    for name in ("budget", "bytes", "texts", "found", "95 %", "nll", "kl"):
+    for name in ("budget", "bytes", "texts", "found", "95 %", "nll"):
         table.add_column(name, justify="right", no_wrap=True)
     for each in [*ranking, *([full] if full is not None else [])]:
         labels, share = each.settings.labels, each.share_found
@@ -462,6 +476,5 @@ def _table(ranking: list[CandidateResult], full: CandidateResult | None) -> Tabl
             "-" if share is None else f"{100 * share:.0f} %",
             "-" if share is None else f"{100 * low:.0f} to {100 * high:.0f}",
             "-" if each.nll is None else f"{each.nll:.3f}",
-            "-" if each.kl is None else f"{each.kl:.3f}",
         )
     return table

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Final
 
 from typer import Argument, Option
 
-from windlass.cli.options import CACHE, BareOptionCommand, PositionModes, Samples, Seed, StoreSpecs, list_option
+from windlass.cli.options import CACHE, BareOptionCommand, PositionModes, Seed, StoreSpecs, list_option
 from windlass.core.errors import UsageError
 
 EvalTasks = Annotated[
@@ -98,6 +98,10 @@ SampleLength = Annotated[
     int | None,
     Option("--length", min=1, max=2**30, help="Tokens of a sample (default: 2048 or more, as the text allows)."),
 ]
+Minutes = Annotated[
+    float,
+    Option("--minutes", min=0.1, max=1e6, help="Time to measure. Fewer texts are read where all would take longer."),
+]
 TuneOut = Annotated[
     Path | None,
     Option(
@@ -120,7 +124,8 @@ class TuneArguments:
     positions: Annotated[
         str | None, list_option(CACHE["positions"], note=" (default: chosen by the trained length)")
     ] = None
-    samples: Samples = 10
+    samples: Annotated[int, Option("--samples", min=1, max=1_000_000, help="Texts for each candidate, at most.")] = 10
+    minutes: Minutes = 10.0
     length: SampleLength = None
     seed: Seed = 0
     output: TuneOut = None

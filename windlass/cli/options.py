@@ -231,18 +231,22 @@ Command = Annotated[str | None, Argument(metavar="COMMAND", help="Name of a comm
 
 ModelName = Annotated[str, Argument(metavar="MODEL", help=WHICH, show_default=False, autocompletion=models)]
 ModelArgument = Annotated[str | None, Argument(metavar="MODEL", help=WHICH, show_default=False, autocompletion=models)]
-ModelOption = Annotated[
-    str | None,
-    Option(
+
+
+def _model_option(note: str = "") -> Any:
+    return Option(
         "--model",
         "-m",
         metavar="MODEL",
         envvar="WINDLASS_MODEL",
-        help="The model, instead of the argument MODEL. A single argument is then the prompt.",
+        help=f"The model, instead of the argument MODEL.{note}",
         show_default=False,
         autocompletion=models,
-    ),
-]
+    )
+
+
+ModelOption = Annotated[str | None, _model_option()]
+PromptModelOption = Annotated[str | None, _model_option(" A single argument is then the prompt.")]
 Prompt = Annotated[
     str | None,
     Argument(metavar="PROMPT", help="The text. - or no text reads it from a pipe.", show_default=False),
@@ -306,7 +310,7 @@ class TextArguments:
 
     name: ModelArgument = None
     prompt: Prompt = None
-    model: ModelOption = None
+    model: PromptModelOption = None
     file: PromptFile = None
 
 
@@ -370,7 +374,7 @@ Dtype = Annotated[
         "--dtype",
         envvar="WINDLASS_DTYPE",
         autocompletion=names_of(DTYPES),
-        help="auto (as the weights are stored), float32, bfloat16 or float16.",
+        help="auto (as the weights are stored, bfloat16 for those in fewer bits), float32, bfloat16 or float16.",
     ),
 ]
 Weights = Annotated[

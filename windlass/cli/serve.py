@@ -53,7 +53,9 @@ Origins = Annotated[
         help="Let pages of this origin, as https://app.example, read answers in a browser (*: all pages). Repeatable.",
     ),
 ]
-Name = Annotated[str | None, Option("--name", help="The model's name for clients (default: the name of its folder).")]
+Name = Annotated[
+    str | None, Option("--name", help="The model's name for clients (default: the name of its folder or GGUF file).")
+]
 Queue = Annotated[int, Option("--queue", min=0, max=100_000, help="Requests that may wait for a row.")]
 MostTokens = Annotated[
     int, Option("--max-tokens", "-n", min=1, help="Maximum number of tokens that a request may write.")
@@ -150,6 +152,8 @@ def serve(
     if asked.replicas is not None:
         with terminal.quiet(is_quiet):
             return serve_replicas(model, load, options, asked.replicas, asked.ray or LOCAL)
+    if launch is None or launch.is_first:  # an address that cannot be had is told before weights are loaded
+        run.bound(options.host, options.port).close()
     with loading(is_quiet):
         loaded = load_model(model, load.dtype, load.device, load.weights, is_parallel)
     if load.threads is not None:
@@ -189,15 +193,15 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "Serve
     """Return the options of the server. Raises: UsageError for an option that cannot be honoured."""
     from windlass.cli.session import cache_options, kinds_of
     from windlass.engine.request import EngineLimits
+    from windlass.hf.model_facts import shown_name
     from windlass.serve.run import ServeOptions
 
     first: dict[str, Any] = {"budget": BUDGET, "sinks": SYSTEM} | limits
     options, kinds = cache_options(first), kinds_of(asked.kinds or (), first)
     if asked.disk is not None and asked.reuse_folder is None:
         raise UsageError(f"--disk {asked.disk} is of files in --reuse-folder. Name a folder, or leave it out")
-    is_folder = Path(model).expanduser().exists()
     return ServeOptions(
-        name=asked.called or (Path(model).expanduser().resolve().name if is_folder else model),
+        name=asked.called or shown_name(model),
         rows=asked.rows,
         options=options,
         limits=EngineLimits(

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.describe import beyond_note, reading_now
+from windlass.cache.merging import checked_merge
 from windlass.cache.options import CacheOptions, half_of
 from windlass.cache.recall import POSITIONS
 from windlass.cache.state import CacheState
@@ -35,6 +36,7 @@ from windlass.core.fields import Option, field_info
 from windlass.core.files import check_regular
 from windlass.core.parse import (
     AUTO,
+    GGUF,
     HALF,
     MAX_NUMBER,
     SYSTEM,
@@ -57,7 +59,7 @@ from windlass.hf.load import load as load_model
 from windlass.hf.load import load_tokenizer
 from windlass.hf.prompt_cache_check import TensorSpec
 from windlass.hf.prompt_cache_format import AGAIN, Header, InconsistentFile, shown
-from windlass.hf.weights import labelled, parameter_count
+from windlass.hf.weights import labelled, name_of, parameter_count
 from windlass.policies.base import OneShot
 from windlass.policies.wrappers import find
 from windlass.view.recording import Recorder
@@ -93,15 +95,15 @@ class Choices:
     """
 
     def __init__(self, cache: KVCache, given: Collection[str]) -> None:
-        self._cache, self._given, self._is_told, self._is_cost_told = cache, given, False, False
+        self.cache, self._given, self._is_told, self._is_cost_told = cache, given, False, False
 
     def tell(self) -> None:
         """To be called whenever tokens were read or written."""
-        line = None if self._is_told else chosen(self._cache, self._given)
+        line = None if self._is_told else chosen(self.cache, self._given)
         if line is not None:
             self._is_told = True
             note(f"windlass: note: {line}")
-        line = None if self._is_cost_told else eviction_cost(self._cache)
+        line = None if self._is_cost_told else eviction_cost(self.cache)
         if line is not None:
             self._is_cost_told = True
             note(f"windlass: note: {line}")
@@ -131,11 +133,15 @@ def chosen(cache: KVCache, given: Collection[str]) -> str | None:
     return beyond_note(cache)
 
 
-def dtype_note(asked: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """A note that a CPU computes in half precision because weights are stored so, or None if not needed."""
+def dtype_note(asked: str, dtype: torch.dtype, device: torch.device, weights: str | None = None) -> str | None:
+    """A note that a CPU computes in half precision without being asked to, or None if not needed.
+
+    `weights` names their types, as `Q4_K_M`, where they are not stored in that precision.
+    """
     if asked != AUTO or device.type != "cpu" or dtype not in HALF_PRECISION:
         return None
-    return f"computed in {HALF_PRECISION[dtype]}, as the weights are stored. --dtype float32 is more exact"
+    stored = ", as the weights are stored" if weights is None else f" from weights in {weights}"
+    return f"computed in {HALF_PRECISION[dtype]}{stored}. --dtype float32 is more exact"
 
 
 class OutputMode(Enum):
@@ -155,7 +161,7 @@ class OutputMode(Enum):
 class PromptInput:
     """Options of a prompt. `is_begun`: it is read as the beginning of a message that continues later.
 
-    Raises: UsageError for a number of tokens that cannot be written.
+    Raises: UsageError for a number of tokens that cannot be written, an empty `stop`, or a system text left out.
     """
 
     system: str | None = None
@@ -167,6 +173,10 @@ class PromptInput:
 
     def __post_init__(self) -> None:
         check_max_tokens(self.max_tokens)
+        if "" in (self.stop or ()):
+            raise UsageError("--stop is an empty text, which every text begins with. Leave it out")
+        if self.is_raw and self.system is not None:
+            raise UsageError("--system is a message of the chat template, which --raw leaves out. Give one of them")
 
 
 @dataclass(frozen=True)
@@ -186,6 +196,7 @@ def cache_options(given: Mapping[str, Any]) -> CacheOptions:
     """The options of a new cache. Raises: WindlassError for options that cannot be honoured."""
     options = CacheOptions(**given)
     check_recall(options.recall, options.budget, options.recall_folder is not None, "recall_store" in given)
+    checked_merge(options.merge, options.budget, options.store, options.policy)
     return options
 
 
@@ -206,45 +217,46 @@ def open_session(
     Raises: WindlassError for invalid options.
     """
     path = prompt_cache_file
-    numbers = {name: value for name, value in given.items() if isinstance(value, int)}
-    is_half = given.get("recall") == HALF
-    if path is None:
-        asked = cache_options(given)
-    else:  # numbers are checked together, and the file supplies the missing ones
-        if not path.exists():
-            raise UsageError(f"prompt cache {path} is not there. Make it with `windlass cache`")
-        check_regular(path, "prompt cache")
-        own = {*numbers, "recall"} if is_half else {*numbers}
-        asked = CacheOptions(**{name: value for name, value in given.items() if name not in own})
+    asked = cache_options(given) if path is None else _beside_file(path, given)
     if load.threads is not None:
         torch.set_num_threads(load.threads)
     started = time.perf_counter()
     with loading():
         model, tokenizer = load_model(name, load.dtype, load.device, load.weights, is_parallel)
     load_s = time.perf_counter() - started
-    said = dtype_note(load.dtype, model.dtype, model.device)
+    is_gguf = Path(model.name_or_path or "").suffix.lower() == GGUF
+    said = dtype_note(load.dtype, model.dtype, model.device, name_of(model) or ("a GGUF file" if is_gguf else None))
     if said is not None:
         note(f"windlass: note: {said}")
     if path is None:
         return Session(model, tokenizer, KVCache.from_options(model, asked), frozenset(given), load_s)
     policy = asked.policy if "policy" in given else None
     cache = KVCache.load(path, model, policy=policy, recall_folder=asked.recall_folder, tokenizer=tokenizer)
-    if is_half:
-        numbers["recall"] = half_of(cache.options.budget)
-    wanted = {name: label for name, label in (asked.labels() | numbers).items() if name in given}
-    _check_same(path, wanted, cache.options.labels())
-    if "shares" in given and asked.shares != cache.options.shares:
-        raise UsageError(f"--shares {asked.shares} differs from the shares of {path}. Leave it out")
     if "positions" in given:
         cache.positions = asked.positions
     return Session(model, tokenizer, cache, frozenset(given), load_s)
 
 
-def _check_same(path: Path, wanted: Mapping[str, object], made: Mapping[str, object]) -> None:
-    """Raises: UsageError for an option that is another one than that of the prompt cache."""
-    for name, label in wanted.items():
-        if name not in ("policy", "positions", "recall_folder") and label != made[name]:
-            raise UsageError(f"--{name} {label} contradicts {path}, made with {name} {made[name]}. Leave it out")
+def _beside_file(path: Path, given: Mapping[str, Any]) -> CacheOptions:
+    """The options that are named beside a prompt cache, which has numbers of its own.
+
+    Raises: WindlassError for such an option or file, and for an option that is another one than that of the file.
+    """
+    if not path.exists():
+        raise UsageError(f"prompt cache {path} is not there. Make it with `windlass cache`")
+    check_regular(path, "prompt cache")
+    numbers = {name: value for name, value in given.items() if isinstance(value, int) or value == HALF}
+    asked = CacheOptions(**{name: value for name, value in given.items() if name not in numbers})
+    made = prompt_cache.options_of(path, asked.policy if "policy" in given else None)
+    if numbers.get("recall") == HALF:
+        numbers["recall"] = half_of(made.budget)
+    labels = made.labels()
+    for name, label in (asked.labels() | numbers).items():
+        if name in given and name not in ("policy", "positions", "recall_folder") and label != labels[name]:
+            raise UsageError(f"--{name} {label} contradicts {path}, made with {name} {labels[name]}. Leave it out")
+    if "shares" in given and asked.shares != made.shares:
+        raise UsageError(f"--shares {asked.shares} differs from the shares of {path}. Leave it out")
+    return asked
 
 
 def generate(
@@ -291,8 +303,6 @@ def fed(session: Session, prompt: str, asked: PromptInput) -> str:
     Raises: UsageError for a system prompt where it has no place, or a template that fails.
     """
     system, tokenizer = asked.system, session.tokenizer
-    if asked.is_raw and system is not None:
-        raise UsageError("--system is a message of the chat template, which --raw leaves out. Give one of them")
     keep_system(session.cache, tokenizer, None if asked.is_raw else templates.of_system(system))
     if asked.is_raw or (system is None and not templates.has_template(tokenizer)):
         return prompt
@@ -596,6 +606,6 @@ def _kind(
         raise UsageError(f"{KIND} {typed!r} gives no number of rows. Write rows=2,budget=4096,policy=snapkv")
     rows = given.pop("rows")
     try:
-        return rows, CacheOptions(**{**first, **given})
+        return rows, cache_options({**first, **given})
     except WindlassError as error:
         raise UsageError(f"{KIND} {typed!r}: {error}") from error

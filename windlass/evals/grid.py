@@ -12,11 +12,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from windlass.cache.merging import merge_of
-from windlass.cache.options import CacheOptions, policy_of, recall_store_of
+from windlass.cache.merging import checked_merge, merge_of
+from windlass.cache.options import CacheOptions, half_of, policy_of, recall_store_of
 from windlass.cache.shares import shares_of
 from windlass.core.errors import UsageError, WindlassError
-from windlass.core.parse import MAX_NUMBER, NO_MERGE, NO_SHARES, int_parser, parse_list, parse_spec
+from windlass.core.parse import HALF, MAX_NUMBER, NO_MERGE, NO_SHARES, int_parser, parse_list, parse_spec
 from windlass.engine.text import encode
 from windlass.evals.results import IDENTITY, VARIED, Identity
 from windlass.evals.task import ALL, TASKS, Budget, Sample, Task, budget_of, depth_of
@@ -262,9 +262,17 @@ def grid_of(lists: ListOptions) -> Grid:
         budget = options.pop("budget", Budget(ALL))
         if budget.asked == ALL:
             options |= {"policy": Recent(), "merge": None, "shares": None, "recall": 0}
+        if options.get("recall") == HALF:
+            if budget.slots is None:
+                raise UsageError(
+                    f"--recall {HALF} is half of a number, and --budgets has {budget.asked}. Give a number"
+                )
+            options["recall"] = half_of(budget.slots)
         if not options.get("recall"):
             options.pop("recall_store", None)
-        settings.append(Settings(budget, CacheOptions(**usual | options)))
+        made = CacheOptions(**usual | options)
+        checked_merge(made.merge, 1, made.store, made.policy)  # whatever the budget comes to
+        settings.append(Settings(budget, made))
     return Grid(
         tasks_of(lists),
         list(dict.fromkeys(parse_list("--lengths", lists.lengths, int_parser("--lengths", 1, MAX_NUMBER)))),
@@ -311,6 +319,6 @@ PARSERS: Mapping[str, Callable[[str], Any]] = {
     "positions": position_mode,
     "store": store_of,
     "shares": lambda part: None if part == NO_SHARES else shares_of(part),
-    "recall": int_parser("--recall", 0, MAX_NUMBER),
+    "recall": lambda part: part if part == HALF else int_parser("--recall", 0, MAX_NUMBER)(part),
     "recall_store": recall_store_of,
 }

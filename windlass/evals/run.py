@@ -292,12 +292,10 @@ class Runner(Executor):
         return cell.spec.label, cell.spec.length, tuple(settings.labels.values()), budget, number
 
     def _predicted(self, cell: Cell, text: SizedSample, cache: KVCache) -> Case:
-        """A text that is predicted, with a full cache beside it while the model was trained on texts as long."""
+        """A text that is predicted."""
         started = time.perf_counter()
         ids = encode(self.tokenizer, text.sample.context, is_start=True)
-        is_long = len(ids) > (trained_length(self.model.config.get_text_config()) or FULL_TOKENS)
-        full = None if is_long else KVCache(self.model, chunk=cache.chunk)
-        measures = predicted(self.model, cache, ids, full)
+        measures = predicted(self.model, cache, ids, self._beside(len(ids), cache.chunk))
         return Case(
             **cell.labels,
             budget=cache.budget,
@@ -309,6 +307,11 @@ class Runner(Executor):
             measures=measures,
             seconds=time.perf_counter() - started,
         )
+
+    def _beside(self, tokens: int, chunk: int) -> KVCache | None:
+        """A full cache to compare with, while the model was trained on texts as long."""
+        is_long = tokens > (trained_length(self.model.config.get_text_config()) or FULL_TOKENS)
+        return None if is_long else KVCache(self.model, chunk=chunk)
 
     def _fitted(self, spec: SampleSpec) -> SizedSample:
         if spec.key not in self._made:

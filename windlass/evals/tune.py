@@ -4,8 +4,9 @@ import hashlib
 import itertools
 import math
 import shlex
+import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +22,7 @@ from windlass.core.parse import MAX_NUMBER, in_units, parse_list
 from windlass.core.step import HEADROOM
 from windlass.engine import generate
 from windlass.engine.text import encode
-from windlass.evals.grid import Cell, Grid, Settings, axes_of, load_task
+from windlass.evals.grid import Cell, Grid, SampleSpec, Settings, axes_of, load_task
 from windlass.evals.report import sentence_of
 from windlass.evals.report.summaries import (
     SURE,
@@ -34,7 +35,7 @@ from windlass.evals.report.summaries import (
     texts_counted,
 )
 from windlass.evals.results import Case
-from windlass.evals.run import CHUNK, FULL_TOKENS, EvalOptions, Plan, Runner, Sweep, header_of
+from windlass.evals.run import CHUNK, FULL_TOKENS, EvalOptions, Executor, Plan, Runner, Sweep, header_of
 from windlass.evals.task import ALL, Budget, Task
 from windlass.hf.forward import LayerShape, forward, layer_shapes
 from windlass.hf.kv_cache import KVCache
@@ -185,13 +186,12 @@ def placed(tokens: int, budget: int, trained: int | None) -> tuple[int, Position
 class CandidateResult:
     """Result of one candidate: per text, the share of hidden answers found (0 to 1) and the nll.
 
-    `kl` is the mean divergence from a full cache, where one was read beside. `bytes_held` is the most of any case.
+    `bytes_held` is the most of any case.
     """
 
     settings: Settings
     found: Texts
     losses: Texts
-    kl: float | None
     bytes_held: int
 
     @property
@@ -247,12 +247,10 @@ def ranked(settings: Sequence[Settings], cases: Sequence[Case], samples: int | N
     for each in settings:
         own = [case for case in counted if all(getattr(case, name) == label for name, label in each.labels.items())]
         if own:
-            kls = [case.kl for case in own if case.kl is not None]
             result = CandidateResult(
                 settings=each,
                 found=text_means(own, lambda case: case.score),
                 losses=text_means(own, lambda case: case.nll),
-                kl=fmean(kls) if kls else None,
                 bytes_held=max(case.bytes_held for case in own),
             )
             found.append(result)
@@ -293,6 +291,8 @@ def command(model: str, text: str, best: CandidateResult, loading: Sequence[str]
     return shlex.join([*words, "--chunk", str(options.chunk), *loading, "--file", text])
 
 
+MINUTES = 10.0
+TIMED = 512  # tokens of the texts on which the speed is measured
 LEAST_LEFT = 2  # least candidates of the last round
 SHARES = (4, 2, 1)  # of the samples, after which half of the candidates leave
 
@@ -302,12 +302,14 @@ class TuneOptions(EvalOptions):
     """Options of the command: a cache of `size` bytes for texts like `text`.
 
     A `length` of None is chosen automatically. The options of the cache are lists to combine. An empty list of
-    positions is chosen by the trained length.
+    positions is chosen by the trained length. There are fewer than `samples` texts where these would take more than
+    `minutes`.
     """
 
     text: Path
     size: int
     length: int | None = None
+    minutes: float = MINUTES
 
     def grid(self) -> Grid:
         """The tasks on the text. Only the model decides the length and the candidates."""
@@ -317,10 +319,39 @@ class TuneOptions(EvalOptions):
         return TuneRunner(self)
 
 
+@dataclass(frozen=True)
+class TunePlan(Plan):
+    """A plan, and the seconds that a cell takes, about."""
+
+    cell_s: float = 0.0
+
+
 class TuneRunner(Runner):
     """Runs candidates on one model. Candidates are the settings of its grid, after the full cache."""
 
     options: TuneOptions
+
+    @cached_property
+    def plan(self) -> TunePlan:
+        grid = super().plan.grid
+        return TunePlan(self.proposal.header, grid, self.proposal.notes, 0.0 if is_whole(grid) else self._cell_s(grid))
+
+    def _cell_s(self, grid: Grid) -> float:
+        """Seconds of a cell, by a short text of each task in the cache of the first candidate."""
+        length, total = grid.lengths[0], 0.0
+        for label, task in grid.tasks.items():
+            spec = SampleSpec(task, label, min(length, TIMED), grid.seed, 0)
+            try:
+                self._fitted(spec)
+            except UsageError:  # the task takes a longer text
+                spec = replace(spec, length=length)
+            started = time.perf_counter()
+            self.measured([Cell(spec, candidates_of(grid)[0])])
+            total += (time.perf_counter() - started) * length / spec.length
+        return total / len(grid.tasks)
+
+    def _beside(self, tokens: int, chunk: int) -> None:
+        """None: the full cache is a row of its own."""
 
     @cached_property
     def proposal(self) -> Plan:
@@ -399,6 +430,32 @@ def is_whole(grid: Grid) -> bool:
 class Tuning(Sweep):
     """A sweep over the candidates in rounds: after each the worse half leaves."""
 
+    def __init__(self, options: TuneOptions, note: Callable[[str], None], executor: Executor | None = None) -> None:
+        """As `Sweep`, with as many texts as the time allows. Raises: UsageError where it allows none."""
+        executor = executor or options.runner()
+        plan = executor.plan
+        assert isinstance(plan, TunePlan)
+        count, self._cell_s = len(candidates_of(plan.grid)), plan.cell_s
+        has_full = count < len(plan.grid.settings)
+
+        def seconds(samples: int) -> float:
+            return self._cell_s * len(plan.grid.tasks) * cells_of(rounds_of(count, samples), has_full)
+
+        samples = bisect_right(range(1, options.samples + 1), 60 * options.minutes, key=seconds)
+        if not samples:
+            raise UsageError(
+                f"{count} candidates on one text of {plan.grid.lengths[0]:,} tokens take {duration(seconds(1))}, more "
+                f"than --minutes {options.minutes:g}. Raise it, or lower --bytes, --length or the number of candidates"
+            )
+        super().__init__(options, note, executor)
+        self.grid = replace(self.grid, samples=samples)
+        self._cells = self.grid.cells
+
+    @property
+    def seconds_left(self) -> float:
+        """The time for the cells that the file lacks, about."""
+        return self._cell_s * max(0, self._total() - self.counts[0])
+
     def _rounds(self) -> Iterator[Sequence[Cell]]:
         left: Sequence[Settings] = candidates_of(self.grid)
         for before, count, size in self._sizes():
@@ -411,8 +468,7 @@ class Tuning(Sweep):
             ]
 
     def _total(self) -> int:
-        sizes = [(count - before) * (size + (self._full is not None)) for before, count, size in self._sizes()]
-        return sum(sizes) * len(self.grid.tasks)
+        return cells_of(self._sizes(), self._full is not None) * len(self.grid.tasks)
 
     def _name(self, cell: Cell) -> str:
         return f"{cell.settings.labels['policy'].partition('(')[0]} {cell.spec.label}"
@@ -433,6 +489,21 @@ class Tuning(Sweep):
     def full(self) -> CandidateResult | None:
         """The full cache on the same texts, or None where it was not run."""
         return next(iter(ranked([self._full], self.cases)), None) if self._full else None
+
+
+def cells_of(rounds: Sequence[tuple[int, int, int]], has_full: bool) -> int:
+    """The cells of all rounds in one task, the full cache beside the candidates."""
+    return sum((count - before) * (size + has_full) for before, count, size in rounds)
+
+
+def duration(seconds: float) -> str:
+    """About how long something takes: `"about 8 minutes"`."""
+    minutes = round(seconds / 60)
+    if minutes < 1:
+        return "less than a minute"
+    if minutes >= 120:
+        return f"about {round(minutes / 60)} hours"
+    return f"about {minutes} minute{'s' * (minutes > 1)}"
 
 
 def rounds_of(candidates: int, samples: int) -> list[tuple[int, int, int]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, __version__
 
 from windlass.core.errors import UnsupportedModel, UsageError
-from windlass.core.parse import MAX_NUMBER
+from windlass.core.parse import GGUF, MAX_NUMBER, split_quant
 from windlass.core.ranks import is_spread
 from windlass.hf.mask import Mask
 from windlass.hf.recurrent import keeps_states, layer_kinds, unknown_types
@@ -169,7 +169,17 @@ def refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModel:
 
 
 def shown_name(name: str | os.PathLike[str]) -> str:
-    """The name of a model's folder, without its path. A name on the hub is unchanged."""
-    folder = Path(name).expanduser()
+    """The name of a model's folder or GGUF file, without its path. A name on the hub is unchanged.
+
+    `folder:Q4_K_M` keeps the types that choose one of several files.
+    """
+    folder, quant = Path(name).expanduser(), None
+    if not folder.exists():
+        base, quant = split_quant(str(name))
+        folder = Path(base).expanduser()
+    if not folder.exists():
+        return str(name)
     # Links are not resolved: the user's name says more than the target's.
-    return (folder.absolute().name or str(name)) if folder.exists() else str(name)
+    path = Path(os.path.normpath(folder.absolute()))
+    shown = path.stem if path.suffix.lower() == GGUF and path.is_file() else path.name
+    return (shown or str(name)) + ("" if quant is None else f":{quant}")

@@ -10,7 +10,8 @@ import hashlib
 import os
 import stat
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -111,6 +112,20 @@ def read(path: Path, check: Callable[[Header, Mapping[str, TensorSpec]], Checked
     Raises: PromptCacheError for a file that is missing, no regular one, damaged or of another format, and any error of
     `check`.
     """
+    with _opened(path) as (metadata, file):
+        names = file.keys()
+        header = Header.parsed(metadata["contents"])
+        checked = check(header, {name: _layout(name, file) for name in names})
+        # Copies: the file is mapped into memory, and may change or vanish later.
+        tensors = {name: file.get_tensor(name).clone() for name in names}
+    if checksum(metadata["contents"], tensors) != metadata["checksum"]:
+        raise InconsistentFile("its contents do not fit its checksum")
+    return checked, tensors
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[dict[str, str], Any]]:
+    """The metadata of a file, and the file. Raises: PromptCacheError, also where reading fails within the block."""
     try:
         _check_header_size(path)
         with safe_open(path, framework="pt") as file:
@@ -120,11 +135,7 @@ def read(path: Path, check: Callable[[Header, Mapping[str, TensorSpec]], Checked
             _check_version(path, metadata.get("version", ""))
             if set(metadata) != FIELDS:
                 raise InconsistentFile(f"its metadata has other fields than {', '.join(sorted(FIELDS))}")
-            names = file.keys()
-            header = Header.parsed(metadata["contents"])
-            checked = check(header, {name: _layout(name, file) for name in names})
-            # Copies: the file is mapped into memory, and may change or vanish later.
-            tensors = {name: file.get_tensor(name).clone() for name in names}
+            yield metadata, file
     except FileNotFoundError:
         raise PromptCacheError(f"{path} does not exist. {AGAIN}") from None
     except OSError as error:
@@ -133,9 +144,19 @@ def read(path: Path, check: Callable[[Header, Mapping[str, TensorSpec]], Checked
         raise PromptCacheError(
             f"{path} is damaged, cut short or not a safetensors file: {shown(str(error))}. {AGAIN}"
         ) from error
-    if checksum(metadata["contents"], tensors) != metadata["checksum"]:
-        raise InconsistentFile("its contents do not fit its checksum")
-    return checked, tensors
+
+
+def options_of(path: Path, policy: Policy | None) -> CacheOptions:
+    """The options of the cache in a file, of which the tensors are not read. `policy` is that of `load`.
+
+    Raises: PromptCacheError as `load` does.
+    """
+    try:
+        with _opened(path) as (metadata, _):
+            header = Header.parsed(metadata["contents"])
+            return _options(header, header.policy_of(path, policy))
+    except InconsistentFile as error:
+        raise PromptCacheError(f"{path} is damaged: {error}. {AGAIN}") from None
 
 
 def checksum(contents: str, tensors: Mapping[str, Tensor]) -> str:

@@ -110,10 +110,7 @@ class ModelFacts:
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelFacts":
         """Return the facts of a loaded model. A model without files is as old as the server."""
-        trained, folder = trained_length(model.config.get_text_config()), _folder_of(model.name_or_path or "")
-        found = [] if folder is None else [path for each in WEIGHTS for path in folder.glob(each)]
-        if folder is not None and not found and (folder / CONFIG).exists():
-            found = [folder / CONFIG]
+        trained, found = trained_length(model.config.get_text_config()), _files_of(model.name_or_path or "")
         if not found:
             return cls(trained_length=trained)
         return cls(int(max(path.stat().st_mtime for path in found)), trained)
@@ -143,12 +140,18 @@ def model_document(name: str, facts: ModelFacts, service: Service, vocabulary: i
     }
 
 
-def _folder_of(name: str) -> Path | None:
-    """The folder of a model: that of its name, or where the hub's files of this name are kept."""
-    if name and Path(name).is_dir():
-        return Path(name)
-    try:
-        held = try_to_load_from_cache(name, CONFIG)
-    except ValueError:  # no name of the hub
-        return None
-    return Path(held).parent if isinstance(held, str) else None
+def _files_of(name: str) -> list[Path]:
+    """The files of a model's weights, or that of its config: a GGUF file, in a folder, or where the hub's are kept."""
+    folder = Path(name)
+    if name and folder.is_file():
+        return [folder]
+    if not name or not folder.is_dir():
+        try:
+            held = try_to_load_from_cache(name, CONFIG)
+        except ValueError:  # no name of the hub
+            return []
+        if not isinstance(held, str):
+            return []
+        folder = Path(held).parent
+    found = [path for each in WEIGHTS for path in folder.glob(each)]
+    return found or [path for path in (folder / CONFIG,) if path.exists()]

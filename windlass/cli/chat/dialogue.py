@@ -195,6 +195,7 @@ class Dialogue:
             conversation.encode_again()
         if cache is not None and cache.tokens == [conversation.ids]:
             self.session = replace(self.session, cache=cache)
+            self._choices.cache = cache
         self.conversation = conversation
         self.journal.begin(conversation)
         is_read_again = self.catch_up()

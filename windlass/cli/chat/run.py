@@ -28,6 +28,7 @@ from windlass.cli.terminal import INTERRUPTED, note, say, unechoed
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.files import BYTE_ORDER_MARK
 from windlass.engine.generate import Stream
+from windlass.hf.model_facts import shown_name
 from windlass.hf.weights import fingerprint
 
 
@@ -39,8 +40,7 @@ def chat(session: Session, asked: PromptInput, arguments: ChatArguments) -> int:
     """
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     folder = _folder() if is_terminal and arguments.has_history else None
-    source = Path(str(session.model.name_or_path))  # a folder, also one like `.`, or a name on the hub
-    origin = Origin((source.resolve() if source.exists() else source).name, fingerprint(session.model))
+    origin = Origin(Path(shown_name(str(session.model.name_or_path))).name, fingerprint(session.model))
     journal = Journal(None if folder is None else folder / "chats", origin)
     dialogue = Dialogue(
         session=session,
