@@ -245,9 +245,13 @@ class Store(ABC):
         self._parts, self._constants = snapshot.parts, snapshot.constants
         self.full_precision.put_back(snapshot.full_precision, snapshot.token_index)
 
-    def copied(self) -> "Store":
-        """The same in memory of its own."""
-        return copy.deepcopy(self)
+    def rearranged(self, rows: slice, order: SlotIndex, slots: int) -> "Store":
+        """A store of these rows in memory of its own, rearranged as by `rearrange`."""
+        twin = copy.copy(self)
+        twin.full_precision = self.full_precision.copied(rows)
+        twin._parts = {name: part[rows] for name, part in self._allocated().items()}
+        twin.rearrange(order, slots)
+        return twin
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
