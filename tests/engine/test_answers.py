@@ -26,7 +26,7 @@ from windlass.cache.edits import holds_all
 from windlass.cache.options import CacheOptions
 from windlass.core.step import PROMPT
 from windlass.engine import prefill
-from windlass.engine.prefix_cache import EntrySelector
+from windlass.engine.prefix_cache import EntrySelector, key_of
 from windlass.engine.request import EngineLimits, Failure, Finish, Piece, Reuse
 from windlass.engine.scheduler import Scheduler
 
@@ -127,6 +127,27 @@ def test_ten_turns_read_each_token_once(
     assert read == [len(turns[0]), *(len(new) + 1 for new in turns[1:])]
     assert [usage.seen for usage in talk.usages] == [usage.prompt + 6 for usage in talk.usages]
     assert answers == chat(model, own, turns)
+
+
+@pytest.mark.parametrize("budget", [40, WIDE])
+def test_recall_and_reuse_go_together(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, budget: int
+) -> None:
+    """What a conversation can recall is kept with its row, and counts in the limit."""
+    model, own = attached_model("llama"), options_of(budget=budget, recall=16)
+    turns = rows_of(text, 21, 5, 60, 3, 9)
+    with running(model, tokenizer, kinds=[(1, options_of())], reuse_bytes=PLENTY) as engine:
+        talk = Conversation(engine, own)
+        assert [talk.turn(new) for new in turns] == chat(model, own, turns)
+        read = [usage.prompt - usage.cached for usage in talk.usages]
+        assert read == [len(turns[0]), *(len(new) + 1 for new in turns[1:])]
+        entries = engine._snapshots.kept.of(key_of(request_of([1], options=own, reuse=LOOSE)))
+        assert max(each.cache.recall_bytes for each in entries) > 0
+        assert engine._snapshots.kept.bytes == sum(each.cache.bytes_held + each.cache.recall_bytes for each in entries)
+        branch = talk.ids[: len(turns[0]) + 7] + turns[2]
+        events = events_of(engine.submit(request_of(branch, 7, options=own, ends=(21, 28), reuse=LOOSE)))
+        assert isinstance(events[-1], Finish)
+        assert events[-1].usage.cached == 28
 
 
 def test_a_turn_that_is_exact_reads_answers_again(

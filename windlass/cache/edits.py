@@ -416,6 +416,8 @@ def _put_slots(mine: SlotLayer, row: int, theirs: SlotLayer, source: int, batch:
     if mine.table.recall is not None and theirs.table.recall is not None:
         mine.table.recall.clear_row(row)
         mine.table.recall.join(theirs.table.recall, source, row, 0, batch, theirs.table.positions.device)
+        beyond = theirs.table.recall.lengths[source] - text.tokens_seen
+        mine.table.recall.roll_back([beyond * (index == row) for index in range(batch)])
     mine.table.count()
 
 
@@ -424,13 +426,14 @@ def _put_table(mine: SlotLayer, row: int, packed: SlotTable) -> None:
     table = mine.table
     if packed.slots > table.slots:
         mine.resize(packed.slots)
-    packed.resize(table.slots)
     if table.score_heads < packed.score_heads:
         table.split_heads()
     table.store.put_row(packed.store, row)
-    table.positions[row] = packed.positions[0]
+    table.positions[row], slots = EMPTY, packed.slots
+    table.positions[row, :, :slots] = packed.positions[0]
     for name, tensor in table.state.items():
-        tensor[row] = packed.state[name][0]
+        tensor[row] = 0
+        tensor[row, :, :slots] = packed.state[name][0]
     table.statistics = {
         name: _with_row(table.statistics.get(name), row, tensor, len(table.positions))
         for name, tensor in packed.statistics.items()

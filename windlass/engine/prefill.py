@@ -240,7 +240,7 @@ class Reader(PromptReader):
 
     @property
     def may_be_kept(self) -> bool:
-        return not self.is_whole and not self.request.options.recall
+        return not self.is_whole
 
     @property
     def entry(self) -> CacheEntry:

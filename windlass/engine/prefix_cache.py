@@ -572,8 +572,8 @@ class Snapshots:
         try:
             kept = row.first(len(row.tokens))
             logits = None if kept.logits is None else kept.logits.clone()
-            size = kept.cache.bytes_held + (0 if logits is None else logits.nbytes)
-            kept = replace(kept, logits=logits, bytes=size, number=secrets.token_hex(8))
+            size = _bytes_of(kept.cache) + (0 if logits is None else logits.nbytes)
+            kept = replace(kept, logits=logits, bytes=size)
             # A file holds no logits, and is found by its passes.
             is_written = kept.logits is None and kept.passes[-1:] == (len(kept.tokens),)
             if self._disk is not None and is_written:
@@ -596,7 +596,7 @@ class Snapshots:
         slots = max(each.table.slots for each in row.cache.layers)
         if row.holds_all and len(row.tokens) * SPARE < slots:
             row = row.first(len(row.tokens))
-        self.kept.add(replace(row, bytes=row.cache.bytes_held, is_text=True))
+        self.kept.add(replace(row, bytes=_bytes_of(row.cache), is_text=True))
 
     def stored(self, wanted: EntrySelector) -> list[EntryInfo]:
         """Facts about the wanted entries: first of those in memory, then of those on disk."""
@@ -619,8 +619,9 @@ class Snapshots:
 
     def _rows(self, request: Request) -> list[CacheEntry]:
         """Rows that a request may take or copy: those that are kept, and those under way that can be cut."""
+        key = key_of(request)
         under_way = [entry for each in self.under_way if (entry := each.entry) is not None]
-        return self._of(request) + [each for each in under_way if each.holds_all and each.key == key_of(request)]
+        return self.kept.of(key) + [each for each in under_way if each.holds_all and each.key == key]
 
 
 def _others(held: Sequence[EntryInfo], files: Sequence[EntryInfo]) -> list[EntryInfo]:
@@ -632,6 +633,11 @@ def _others(held: Sequence[EntryInfo], files: Sequence[EntryInfo]) -> list[Entry
 def key_of(request: Request) -> CacheKey:
     """The key of the prefixes of a request's prompt."""
     return CacheKey.of("prefix", request, request.options)
+
+
+def _bytes_of(cache: KVCache) -> int:
+    """All bytes of a cache, those of evicted tokens that can be recalled among them."""
+    return cache.bytes_held + cache.recall_bytes
 
 
 def _may_move(row: CacheEntry, request: Request, length: int) -> bool:
