@@ -133,7 +133,7 @@ def test_ten_turns_read_each_token_once(
 def test_recall_and_reuse_go_together(
     attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, budget: int
 ) -> None:
-    """What a conversation can recall is kept with its row, and counts in the limit."""
+    """Tokens that a conversation can recall are kept with its row, and count in the limit."""
     model, own = attached_model("llama"), options_of(budget=budget, recall=16)
     turns = rows_of(text, 21, 5, 60, 3, 9)
     with running(model, tokenizer, kinds=[(1, options_of())], reuse_bytes=PLENTY) as engine:
