@@ -71,6 +71,28 @@ def test_a_turn_reads_what_is_new(model: PreTrainedModel, budget: int, chunk: in
         assert cached >= before - start - 1
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_turn_does_not_read_the_answer_again(model: PreTrainedModel, exact: bool) -> None:
+    """As the template shows it, with the end of its turn. Unless the request wants the bits of a prompt read anew."""
+    tokenizer, messages, read = with_template(), MESSAGES[:2], list[int]()
+    with engine_served(model, tokenizer, CacheOptions(budget=400, policy="key_diff"), reuse_bytes=1 << 26) as (port, _):
+        for turn in range(10):
+            given = {"messages": messages, "max_tokens": 12, "temperature": 0, "cache": {"exact": exact}}
+            document = ask(port, CHAT, given).document
+            took, answer = document["usage"], document["choices"][0]["message"]["content"]
+            read.append(took["prompt_tokens"] - took["prompt_tokens_details"]["cached_tokens"])
+            messages = [
+                *messages,
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": f"And {turn}?"},
+            ]
+    new = len(encode(tokenizer, "[assistant]\n[user]And 9?\n[assistant]", is_start=False))
+    if exact:
+        assert min(read[1:]) > new  # with an answer of 12 tokens
+    else:
+        assert max(read[1:]) <= new + 4
+
+
 def test_the_system_text_is_kept_or_refused(model: PreTrainedModel) -> None:
     tokenizer, system = with_template(), {"role": "system", "content": "The river is called Thames, and so it is. " * 3}
     options = CacheOptions(budget=96, policy="recent", chunk=16, window=8, sinks="system")

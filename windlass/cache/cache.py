@@ -25,7 +25,7 @@ from windlass.cache.state import CacheState, Text
 from windlass.core.errors import UsageError, whole_number
 from windlass.core.parse import DEFAULT_SINKS, MAX_NUMBER, SYSTEM
 from windlass.core.ranks import RankHeads
-from windlass.core.step import AttentionCall, no_inference_mode
+from windlass.core.step import HEADROOM, AttentionCall, no_inference_mode
 from windlass.core.types import Attended, Hidden, KeyMeans, NewKeys, NewValues, Queries, TokenIds, TokenMask
 from windlass.policies.base import TOKEN
 from windlass.policies.calls import across_ranks
@@ -189,6 +189,14 @@ class TextCache(CacheState):
         if self._fused is None or not self._fused.has_room(tokens):
             for layer in self.layers:
                 layer.reserve_hint = layer.table.occupancy_bound + tokens
+
+    def keep_room(self, is_kept: bool) -> None:
+        """Let decode keep the slots for a chunk of a prompt, or give them back, so that nothing is moved in between."""
+        for layer in self.layers:
+            layer.longest_decode = max(HEADROOM, self.chunk * is_kept)
+            slots = layer.rules.slots_for(0, layer.table.slots, layer.table.occupancy_bound, 0, HEADROOM, False)
+            if not is_kept and not layer.is_empty and layer.budget is not None and slots < layer.table.slots:
+                layer.resize(slots)
 
     @property
     def tokens_seen(self) -> list[int]:

@@ -330,22 +330,25 @@ def _check_range(start: int, end: int) -> None:
 
 
 @no_inference_mode
-def put_row(cache: CacheState, row: int, other: CacheState, source: int = 0) -> None:
+def put_row(cache: CacheState, row: int, other: CacheState, source: int = 0, tokens: int | None = None) -> None:
     """Overwrite row `row` with row `source` of a cache with the same options: its tokens, positions and policy state.
 
     The caches may differ in their numbers of rows and their free slots. `other` does not change. Nothing of the old row
     remains, and no earlier step can be rolled back.
+    `tokens`: only its first so many, of a row that `holds_all`.
 
     Raises: UsageError for a cache of another model, or with other options, naming the first that differs.
     """
     check_row(cache, row, "row")
     check_row(other, source, "source")
     _check_alike(cache, other)
-    for mine, theirs in zip(cache.layers, other.layers, strict=True):
-        _put_slots(mine, row, theirs, source, cache.batch_size)
+    copied = other.rows.rows[source].copied()
+    if tokens is not None:
+        copied = copied.rolled_back(copied.tokens_seen - tokens)
+    for mine, theirs in zip(cache.layers, other.layers_to_read, strict=True):
+        _put_slots(mine, row, theirs, source, cache.batch_size, copied)
     for own, its in zip(cache.recurrent, other.recurrent, strict=True):
         _put_states(own, row, its, source, cache.batch_size)
-    copied = other.rows.rows[source].copied()
     cache.rows = cache.rows.changed(lambda *_: copied, row)
 
 
@@ -391,27 +394,30 @@ def _check_alike(cache: CacheState, other: CacheState) -> None:
             )
 
 
-def _put_slots(mine: SlotLayer, row: int, theirs: SlotLayer, source: int, batch: int) -> None:
+def _put_slots(mine: SlotLayer, row: int, theirs: SlotLayer, source: int, batch: int, text: RowState) -> None:
     mine.forget_steps(0)
     if theirs.is_empty:
         if not mine.is_empty:
             _clear(mine.table, row)
         return
-    table = theirs.table.packed()
-    table.select_rows(torch.tensor([source], device=table.positions.device))
+    table = theirs.table.packed(source, text.next_position)
+    is_whole = not theirs.history.has_evicted or int((table.positions >= 0).sum(-1).min()) == text.tokens_seen
     if mine.is_empty:
         mine.rules, recall = theirs.rules, mine.table.recall if theirs.rules.recalls else None
-        table.select_rows(torch.zeros(batch, dtype=torch.long, device=table.positions.device))
+        if batch > 1:
+            table.select_rows(torch.zeros(batch, dtype=torch.long, device=table.positions.device))
         table.recall, mine.table = recall, table
         for index in range(batch):
             if index != row:
                 _clear(table, index)
     else:
         _put_table(mine, row, table)
-    mine.history = mine.history._replace(has_evicted=mine.history.has_evicted or theirs.history.has_evicted)
+    mine.history = mine.history._replace(has_evicted=mine.history.has_evicted or not is_whole)
     if mine.table.recall is not None and theirs.table.recall is not None:
         mine.table.recall.clear_row(row)
         mine.table.recall.join(theirs.table.recall, source, row, 0, batch, theirs.table.positions.device)
+        beyond = theirs.table.recall.lengths[source] - text.tokens_seen
+        mine.table.recall.roll_back([beyond * (index == row) for index in range(batch)])
     mine.table.count()
 
 
@@ -420,13 +426,14 @@ def _put_table(mine: SlotLayer, row: int, packed: SlotTable) -> None:
     table = mine.table
     if packed.slots > table.slots:
         mine.resize(packed.slots)
-    packed.resize(table.slots)
     if table.score_heads < packed.score_heads:
         table.split_heads()
     table.store.put_row(packed.store, row)
-    table.positions[row] = packed.positions[0]
+    table.positions[row], slots = EMPTY, packed.slots
+    table.positions[row, :, :slots] = packed.positions[0]
     for name, tensor in table.state.items():
-        tensor[row] = packed.state[name][0]
+        tensor[row] = 0
+        tensor[row, :, :slots] = packed.state[name][0]
     table.statistics = {
         name: _with_row(table.statistics.get(name), row, tensor, len(table.positions))
         for name, tensor in packed.statistics.items()
@@ -482,6 +489,19 @@ def begin_after(cache: CacheState, prefix: int, ids: Sequence[int]) -> None:
         layer.table.count()
         if not layer.is_empty:
             layer.resize(max(layer.table.occupancy_bound, 1))
+
+
+def holds_all(cache: CacheState, row: int = 0) -> int:
+    """The most tokens up to which a row holds its whole text, of which any number of the newest can be rolled back.
+
+    0: it holds less, or a token has changed more than its own slot.
+    """
+    text, ring = cache.rows.rows[row], cache.store.full_precision
+    layers = cache.layers_to_read
+    is_whole = all(layer.is_lossless for layer in layers) and text.since_edit == text.tokens_seen
+    if cache.recurrent or ring.sinks or ring.newest or not is_whole:
+        return 0
+    return min((layer.budget for layer in layers if layer.budget is not None), default=MAX_NUMBER)
 
 
 def held_positions(cache: CacheState, row: int) -> set[int]:

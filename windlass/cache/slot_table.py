@@ -280,20 +280,31 @@ class SlotTable:
         }
         self.count()
 
-    def packed(self) -> SlotTable:
-        """A copy with its tokens in the first slots, and no more slots than tokens."""
+    def packed(self, row: int | None = None, end: int = MAX_NUMBER) -> SlotTable:
+        """A copy with its tokens in the first slots, and no more slots than tokens.
+
+        `row`: only this row. `end`: only tokens at positions before it.
+        """
         if self.is_empty:
             return self
-        is_held = self.positions >= 0
+        rows = slice(None) if row is None else slice(row, row + 1)
+        positions = self.positions[rows]
+        is_held = (positions >= 0) & (positions < end)
         slots = max(1, int(is_held.sum(-1).max()))
-        # The order in which `resize` packs, so that later ties between scores fall the same way.
-        order = is_held.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :slots]
-        table = SlotTable(self.store.copied())
-        table.store.rearrange(order, slots)
-        table.positions = self.positions.gather(-1, order).clamp(min=EMPTY)
-        is_packed = table.positions >= 0  # a free slot's state is that of padding, or of a token that is gone
-        table.state = {name: tensor.gather(-1, order).where(is_packed, 0.0) for name, tensor in self.state.items()}
-        table.statistics = dict(self.statistics)
+        if bool(is_held[..., :slots].all()):
+            table = SlotTable(self.store.first(rows, slots))
+            table.positions = positions[..., :slots].clone()
+            table.state = {name: each[rows, :, :slots].clone() for name, each in self.state.items()}
+        else:
+            # The order in which `resize` packs, so that later ties between scores fall the same way.
+            order = is_held.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :slots]
+            is_packed = is_held.gather(-1, order)  # a free slot's state is that of padding, or of a token that is gone
+            table = SlotTable(self.store.rearranged(rows, order, slots))
+            table.positions = positions.gather(-1, order).where(is_packed, EMPTY)
+            table.state = {
+                name: each[rows].gather(-1, order).where(is_packed, 0.0) for name, each in self.state.items()
+            }
+        table.statistics = {name: each[rows].clone() for name, each in self.statistics.items()}
         return table
 
 

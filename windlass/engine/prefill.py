@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass.cache.compress import cut_to_budget
+from windlass.cache.edits import holds_all
 from windlass.core.errors import UsageError
 from windlass.core.parse import SYSTEM
 from windlass.core.positions import EMPTY
 from windlass.core.step import PROMPT, Pass, Step
-from windlass.engine.prefix_cache import Snapshots
+from windlass.engine.prefix_cache import CacheEntry, Snapshots, key_of
 from windlass.engine.request import Logprob, Request
 from windlass.engine.sampler import logprobs_of
 from windlass.hf.forward import forward
@@ -157,11 +158,18 @@ class PromptReader(ABC):
         """Log probabilities of each token read so far, but for the first (empty unless asked for)."""
         self.logits: Tensor | None = None
         """(vocabulary,) logits of the last token, once the prompt is read."""
+        self.passes: tuple[int, ...] = ()
+        """The ends of the passes that read the first tokens, up to the first that came in another way."""
 
     @property
     def is_done(self) -> bool:
         """Return True if the whole prompt is read."""
         return self.logits is not None
+
+    @property
+    def may_be_kept(self) -> bool:
+        """Return True if other requests may go on from the cache's text."""
+        return False
 
     @property
     def seen(self) -> int:
@@ -191,10 +199,12 @@ class Reader(PromptReader):
         is_whole = find(request.options.policy, OneShot) is not None
         kept = None if is_whole or request.scores_prompt else snapshots.longest(request)
         super().__init__(empty_cache(model, request) if kept is None else kept.cache)
-        self._known_logits = None if kept is None else kept.logits
+        if kept is not None:
+            self.passes = kept.passes
+        self._known_logits = None if kept is None or self.done < len(request.prompt) else kept.logits
         self.is_whole = is_whole
         if request.options.budget is None:  # reserved at once, as its bytes were counted
-            self.cache.reserve(len(request.prompt) + request.max_tokens)
+            self.cache.reserve(len(request.prompt) - self.done + request.max_tokens)
         self._pass_ends = request.pass_ends
         self._stops = frozenset[int]() if is_whole else snapshots.wanted(request)
         how = replace(PROMPT, defer_eviction=request.options.budget is not None)
@@ -217,14 +227,32 @@ class Reader(PromptReader):
         logits = feed(self._model, self.cache, [piece], columns, PROMPT)
         if self.request.scores_prompt:
             self._score(self.done, logits)
+        if self.done == max(self.passes, default=0):
+            self.passes += (stop,)
         self.done += len(piece)
         self.cache.forget_steps()  # a server rolls nothing back
         if self._snapshots.packs:
             pack(self.cache)
         if is_last:
             self.logits = logits[0, -1]
-        if self.done in self._stops:
-            self._snapshots.put(self.request, self.done, self.cache, self.logits)
+        if self.done in self._stops and (is_last or not self._is_cut_later):
+            self._snapshots.put(replace(self.entry, logits=self.logits))
+
+    @property
+    def may_be_kept(self) -> bool:
+        return not self.is_whole
+
+    @property
+    def entry(self) -> CacheEntry:
+        """The row so far."""
+        tokens = self.request.prompt[: self.done]
+        is_all = self.done <= holds_all(self.cache)
+        return CacheEntry(key_of(self.request), tokens, self.cache, 0, self.passes, holds_all=is_all)
+
+    @property
+    def _is_cut_later(self) -> bool:
+        """Return True if the row still serves all beginnings of the prompt once the text has ended."""
+        return not self._snapshots.packs and len(self.request.prompt) <= holds_all(self.cache)
 
     def _score(self, start: int, logits: Tensor) -> None:
         """Record log probabilities of the tokens after `start`, from the (1, tokens, vocabulary) logits before them."""

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import secrets
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from windlass.cache.edits import holds_all
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError
 from windlass.core.files import check_folder
@@ -55,12 +57,20 @@ class CacheKey:
         return cls(kind, request.tenant, request.reuse.name, (*options.labels().values(), sinks), prefix)
 
 
+SPARE: Final = 8  # a row is packed when it is kept, where only this part of its slots holds tokens
+MOVED: Final = 16  # tokens that may be cut off a row that is moved: the end of a turn, an answer that is cut
+
+
 @dataclass(frozen=True, eq=False)
 class CacheEntry:
-    """A cache of one row that has read `tokens`. Nobody writes into it. `number` names it to its owner.
+    """A row of a cache that has read `tokens`. Nobody writes into it. `number` names it to its owner.
 
-    `passes`: the ends of the passes that read the prefix. Only the same passes give the same state.
+    `passes`: the ends of the passes that read the prefix. Only the same passes give the same state. Tokens behind the
+    last of them came in other ways.
     `logits`: (vocabulary,) of the last token, where the prefix is a whole prompt.
+    `row`: the row of `cache`, the only one unless a request is writing it.
+    `is_text`: the row of a request that has ended, which one request may take over.
+    `holds_all`: any number of its newest tokens can be cut off.
     """
 
     key: CacheKey
@@ -69,7 +79,45 @@ class CacheEntry:
     bytes: int
     passes: tuple[int, ...] = ()
     logits: Tensor | None = None
+    row: int = 0
+    is_text: bool = False
+    holds_all: bool = False
     number: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes of a copy, which has free slots only where it cannot do without."""
+        own, slots = self.cache.bytes_held // self.cache.batch_size, max(each.table.slots for each in self.cache.layers)
+        own = own * len(self.tokens) // max(slots, 1) + FILE_BYTES if self.holds_all else own
+        return own + (0 if self.logits is None else self.logits.nbytes)
+
+    def usable(self, request: Request) -> int:
+        """The number of its first tokens that a prompt can go on from, once the others are cut off."""
+        prompt, size = request.prompt, len(self.tokens)
+        shared = _shared(self.tokens, prompt)
+        is_prompt = shared == size == len(prompt) and self.logits is not None
+        most = shared if is_prompt else min(shared, len(prompt) - 1)
+        ends = self.passes[: _shared(self.passes, request.pass_ends)] if request.reuse.is_exact else (size, most)
+        return max((end for end in ends if end <= most and (end == size or self.holds_all)), default=0)
+
+    def covers(self, other: CacheEntry) -> bool:
+        """Return True if nobody needs `other` beside this."""
+        is_beginning = self.tokens[: len(other.tokens)] == other.tokens
+        is_alike = is_beginning and self.passes[: len(other.passes)] == other.passes
+        return is_alike and self.holds_all and other.logits is None and self.key == other.key
+
+    def first(self, tokens: int) -> CacheEntry:
+        """A copy of its first tokens."""
+        cache = self.cache.copy_of_row(self.row, tokens) if self.holds_all else copy.deepcopy(self.cache)
+        return replace(self, cache=cache, row=0, is_text=False).cut(tokens)
+
+    def cut(self, tokens: int) -> CacheEntry:
+        """Its first tokens, of which its cache is to have no others."""
+        if self.cache.tokens_seen[0] > tokens:
+            self.cache.rollback(self.cache.tokens_seen[0] - tokens)
+        passes = tuple(each for each in self.passes if each <= tokens)
+        logits = self.logits if tokens == len(self.tokens) else None
+        return replace(self, tokens=self.tokens[:tokens], passes=passes, logits=logits)
 
     @property
     def stored(self) -> EntryInfo:
@@ -133,6 +181,13 @@ class PrefixCache:
         """Entries with this key."""
         with self._lock:
             return [each for each in self._held if each.key == key]
+
+    def take(self, kept: CacheEntry) -> bool:
+        """Take an entry out. Returns whether it was here."""
+        with self._lock:
+            is_here = kept in self._held
+            self._held = [each for each in self._held if each is not kept]
+            return is_here
 
     def use(self, kept: CacheEntry) -> None:
         """Note that a cache was used. It is then evicted last."""
@@ -450,12 +505,25 @@ def _most_bytes(kept: CacheEntry) -> int:
     return kept.bytes + 4 * len(kept.tokens) + LAYER_BYTES * len(kept.cache.layers) + FILE_BYTES
 
 
+class Writing(ABC):
+    """A request under way."""
+
+    @property
+    @abstractmethod
+    def entry(self) -> CacheEntry | None:
+        """Its row, from which others may copy. None: it has none that may be kept."""
+
+
 @final
 class Snapshots:
-    """Snapshots among the caches `kept` in memory, and on `disk` too, if there is one."""
+    """Snapshots and rows among the caches `kept` in memory, and on `disk` too, if there is one.
+
+    `under_way`: requests whose rows others may copy meanwhile.
+    """
 
     def __init__(self, kept: PrefixCache, disk: DiskTier | None = None) -> None:
         self.kept, self._disk = kept, disk
+        self.under_way = list[Writing]()
         if disk is not None:
             kept.may_leave = lambda each: not disk.is_pending(each)
 
@@ -465,21 +533,26 @@ class Snapshots:
         return self._disk is not None
 
     def longest(self, request: Request) -> CacheEntry | None:
-        """The longest cache that the request's prompt begins with, as a copy. None: there is none, or the request looks
-        none up. One of the whole prompt has its logits."""
-        if not request.reuse.lookup:
+        """The longest cache that the request's prompt begins with, for the request alone. None: there is none, or the
+        request looks none up. One of the whole prompt has its logits.
+
+        The row of a text that has ended is moved, unless that would lose another text. All others are copied.
+        """
+        if not request.reuse.lookup or not self.kept.limit:
             return None
-        fitting = [each for each in self._of(request) if _serves(each, request)]
-        best = max(fitting, key=lambda each: len(each.tokens), default=None)
+        best = max(self._rows(request), key=lambda each: (each.usable(request), each.is_text), default=None)
+        length = 0 if best is None else best.usable(request)
         if self._disk is not None:
-            found = self._disk.longest(request, _key(request), 0 if best is None else len(best.tokens))
+            found = self._disk.longest(request, key_of(request), length)
             if found is not None:
                 self.kept.add(replace(found, cache=copy.deepcopy(found.cache)))
                 return found
-        if best is None:
+        if best is None or not length:
             return None
+        if _may_move(best, request, length) and self.kept.take(best):
+            return best.cut(length)
         self.kept.use(best)
-        return replace(best, cache=copy.deepcopy(best.cache))
+        return best.first(length)
 
     def wanted(self, request: Request) -> frozenset[int]:
         """Lengths of this prompt's prefixes that are to be cached: up to the end of a message, up to the last pass, and
@@ -489,28 +562,41 @@ class Snapshots:
         prompt, passes, known = request.prompt, request.pass_ends, self._of(request)
         shared = max((_shared(each.tokens, prompt) for each in known), default=0)
         ends = {*request.ends, *passes[-2:][:1], *[each for each in passes if each <= shared][-1:]}
-        return frozenset(ends - {len(each.tokens) for each in known if _serves(each, request)})
+        return frozenset(ends - {len(each.tokens) for each in known if each.usable(request) == len(each.tokens)})
 
-    def put(self, request: Request, tokens: int, cache: KVCache, logits: Tensor | None) -> None:
-        """Keep a copy of `cache`, which has read `tokens` of the prompt, unless there is no room for it.
-
-        `logits`: those of the last token, where that is all of the prompt.
-        """
-        key, read = _key(request), request.prompt[:tokens]
-        passes = tuple(each for each in request.pass_ends if each <= tokens)
-        size = cache.bytes_held + (0 if logits is None else logits.nbytes)
-        place = self.kept.reserve(size)
+    def put(self, row: CacheEntry) -> None:
+        """Keep a copy of a row under way, unless there is no room for it."""
+        place = self.kept.reserve(row.most_bytes)
         if place is None:
             return
         try:
-            kept = CacheEntry(key, read, copy.deepcopy(cache), size, passes, None if logits is None else logits.clone())
-            is_written = self._disk is not None and logits is None  # a file holds no logits
+            kept = row.first(len(row.tokens))
+            logits = None if kept.logits is None else kept.logits.clone()
+            size = _bytes_of(kept.cache) + (0 if logits is None else logits.nbytes)
+            kept = replace(kept, logits=logits, bytes=size)
+            # A file holds no logits, and is found by its passes.
+            is_written = kept.logits is None and kept.passes[-1:] == (len(kept.tokens),)
             if self._disk is not None and is_written:
-                kept = replace(kept, number=self._disk.id_of(key, read, passes))
+                kept = replace(kept, number=self._disk.id_of(kept.key, kept.tokens, kept.passes))
             if self.kept.add(kept, place) and self._disk is not None and is_written:
                 self._disk.put(kept)
         finally:
             self.kept.release(place)
+
+    def keep(self, row: CacheEntry) -> None:
+        """Keep the row of a text that has ended, with its cache, unless there is no room for it."""
+        known = self.kept.of(row.key)
+        beside = next((each for each in known if each.covers(row)), None)
+        if beside is not None:
+            self.kept.use(beside)
+            return
+        for each in known:
+            if row.covers(each) and self.kept.may_leave(each):
+                self.kept.take(each)
+        slots = max(each.table.slots for each in row.cache.layers)
+        if row.holds_all and len(row.tokens) * SPARE < slots:
+            row = row.first(len(row.tokens))
+        self.kept.add(replace(row, bytes=_bytes_of(row.cache), is_text=True))
 
     def stored(self, wanted: EntrySelector) -> list[EntryInfo]:
         """Facts about the wanted entries: first of those in memory, then of those on disk."""
@@ -529,7 +615,13 @@ class Snapshots:
             self._disk.close()
 
     def _of(self, request: Request) -> list[CacheEntry]:
-        return self.kept.of(_key(request))
+        return self.kept.of(key_of(request))
+
+    def _rows(self, request: Request) -> list[CacheEntry]:
+        """Rows that a request may take or copy: those that are kept, and those under way that can be cut."""
+        key = key_of(request)
+        under_way = [entry for each in self.under_way if (entry := each.entry) is not None]
+        return self.kept.of(key) + [each for each in under_way if each.holds_all and each.key == key]
 
 
 def _others(held: Sequence[EntryInfo], files: Sequence[EntryInfo]) -> list[EntryInfo]:
@@ -538,19 +630,28 @@ def _others(held: Sequence[EntryInfo], files: Sequence[EntryInfo]) -> list[Entry
     return [each for each in files if each.id not in numbers]
 
 
-def _key(request: Request) -> CacheKey:
+def key_of(request: Request) -> CacheKey:
+    """The key of the prefixes of a request's prompt."""
     return CacheKey.of("prefix", request, request.options)
 
 
-def _serves(kept: CacheEntry, request: Request) -> bool:
-    """Return True if a prompt begins with the tokens that a cache has read, in the same passes."""
-    size, passes = len(kept.tokens), kept.passes
-    is_whole = size == len(request.prompt)
-    is_alike = request.prompt[:size] == kept.tokens and request.pass_ends[: len(passes)] == passes
-    return is_alike and (not is_whole or kept.logits is not None)
+def _bytes_of(cache: KVCache) -> int:
+    """All bytes of a cache, those of evicted tokens that can be recalled among them."""
+    return cache.bytes_held + cache.recall_bytes
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+def _may_move(row: CacheEntry, request: Request, length: int) -> bool:
+    """Return True if no other text is lost where the request writes on after the first tokens of this very row."""
+    is_end = row.is_text and request.reuse.store and len(row.tokens) - length <= MOVED
+    return is_end and (not row.holds_all or len(request.prompt) <= holds_all(row.cache))
+
+
+def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     """The number of first tokens that both share."""
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # the first that differs is from `low` up to `high`
+        middle = (low + high) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
+    return low

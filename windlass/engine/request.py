@@ -34,11 +34,16 @@ class Grammar(ABC):
 @dataclass(frozen=True)
 class Reuse:
     """A request's use of cached prefixes. `lookup`: it looks one up. `store`: its own is cached. Requests of
-    another `name` do not share them."""
+    another `name` do not share them.
+
+    `is_exact`: it takes only tokens that were read in the passes in which it would read them itself, so that its text
+    is the same to the bit. Otherwise it also takes the tokens of answers, which were written one by one.
+    """
 
     lookup: bool = True
     store: bool = True
     name: str = ""
+    is_exact: bool = True
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,10 @@ class RowBytes:
         """Bytes while it writes a text that ends after `tokens`."""
         return self._bytes(tokens, HEADROOM + self.options.rollback, is_whole=False)
 
+    def writing_alone(self, tokens: int) -> int:
+        """Bytes while it writes such a text with no other row beside it, and keeps the room for a chunk."""
+        return self._bytes(tokens, max(self.options.chunk, HEADROOM + self.options.rollback), is_whole=False)
+
     def reading(self, tokens: int) -> int:
         """Bytes while its prompt of at most `tokens` is read. A `OneShot` policy holds it whole."""
         is_whole = find(self.options.policy, OneShot) is not None
@@ -97,7 +101,8 @@ class RowBytes:
 def most_held(rows: Sequence[RowBytes], counts: Sequence[int], limits: EngineLimits, kept: int) -> int:
     """The most bytes of an engine with `counts` of these kinds of rows, beside `kept` bytes for reuse."""
     longest = limits.prompt_tokens + limits.max_tokens
-    writing = sum(count * each.writing(longest) for count, each in zip(counts, rows, strict=True))
+    pairs = [*zip(counts, rows, strict=True)]
+    writing = sum(max(count * each.writing(longest), each.writing_alone(longest) * (kept > 0)) for count, each in pairs)
     reading = min(limits.reading, sum(counts)) * max(each.prompt(longest, has_parts=kept > 0) for each in rows)
     return writing + reading + limits.alone * limits.alone_bytes + kept
 

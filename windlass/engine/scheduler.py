@@ -252,6 +252,14 @@ def _bare(request: Request) -> Request:
     return replace(request, grammar=None, top_logprobs=None, logit_bias={})
 
 
+def _try(keep: Callable[[], None]) -> None:
+    """Keep a row. An error loses what would have been kept, and no request."""
+    try:
+        keep()
+    except Exception:
+        LOG.exception("a row was not kept")
+
+
 def _late(task: ActiveRequest, limits: EngineLimits) -> Failure | None:
     """The failure of a request whose events nobody took, or that took too long. None: neither."""
     count, seconds = task.ticket.waiting
@@ -287,7 +295,7 @@ class Scheduler(Service):
         check_kinds(kinds)
         self.options = replace_batch(kinds[0])
         self.row_bytes = tuple(RowBytes.of(model, kind) for kind in kinds)
-        self._lanes = [Lane(model, kind) for kind in kinds]
+        self._lanes = [Lane(model, kind, keeps_room=reuse_bytes > 0) for kind in kinds]
         self._lockstep = Lockstep.of(self._lanes[0].cache)
         self._tasks: list[ActiveRequest] = []
         self._reading = deque[ActiveRequest]()
@@ -418,6 +426,7 @@ class Scheduler(Service):
             task = self._reading.popleft()
             self._guard.do([task], task.read)
             self._show(task)
+            self._finish(task)
             if task.reader is not None:
                 self._reading.append(task)
         self._retire()
@@ -425,15 +434,25 @@ class Scheduler(Service):
     def _write(self, lane: Lane, writing: Sequence[ActiveRequest]) -> None:
         """Write one more token of each text in a lane. An error of the engine's own loses the lane's contents."""
 
+        for task in writing:
+            _try(task.keep_beginning)
+
         def step() -> None:
             logits = lane.step({task.row: task.writer.token for task in writing})
             self._totals.steps += 1
             for task in writing:
                 self._guard.do([task], partial(task.take, logits[task.row]), lane)
                 self._show(task)
+                self._finish(task)
 
         if not self._guard.do(writing, step, lane):
             lane.reset()
+
+    def _finish(self, task: ActiveRequest) -> None:
+        """Report the end of a request, if it has ended. Its row is kept before, so that the next turn finds it."""
+        if task.is_over:
+            _try(task.keep)
+            task.finish()
 
     def _show(self, task: ActiveRequest) -> None:
         """Show the watcher a request's row."""
@@ -458,6 +477,7 @@ class Scheduler(Service):
                 task = ActiveRequest(ticket, lane, row, self._model, self._tokenizer, self._snapshots)
                 self._tasks.append(task)
                 self._reading.append(task)
+                self._snapshots.under_way.append(task)
                 with self._changed:
                     self._waiting.begin(ticket)
             except Exception as error:
@@ -485,14 +505,17 @@ class Scheduler(Service):
         if sum(task.lane.is_alone for task in self._tasks) >= self.limits.alone:
             return None
         check_alone(self._model, request, self.limits)
-        return Lane(self._model, replace_batch(request.options), is_alone=True)
+        keeps_room = self._snapshots.kept.limit > 0
+        return Lane(self._model, replace_batch(request.options), is_alone=True, keeps_room=keeps_room)
 
     def _retire(self) -> None:
         """Free the rows of requests that are over."""
         for task in [task for task in self._tasks if task.is_over]:
             self._totals.count(task)
+            _try(task.keep)
             task.close()
             self._tasks.remove(task)
+            self._snapshots.under_way.remove(task)
             if task in self._reading:
                 self._reading.remove(task)
             if not task.lane.is_alone:

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cache.edits import arrange_rows
+from windlass.cache.edits import arrange_rows, holds_all
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.ranks import Ranks
 from windlass.engine.chunks import PartsReader
 from windlass.engine.generate import RowText
 from windlass.engine.prefill import PromptReader, Reader, feed_tokens
-from windlass.engine.prefix_cache import Snapshots
+from windlass.engine.prefix_cache import CacheEntry, Snapshots, Writing, key_of
 from windlass.engine.recompute import Everything
 from windlass.engine.request import (
     Failure,
@@ -148,13 +148,17 @@ class Lane:
     its first rows, which is why a row of the lane may stand at different indices of the cache at different times. Rows
     are moved when one more is needed, and when half of them were idle for `PATIENCE` steps.
 
-    `is_alone`: the only row is of one request, whose options no other lane has. It takes over the cache it was read
-    into. The only row of a policy whose layers share the budget anew for each text does so too.
+    A row that writes alone takes over the cache it was read into, if that has evicted nothing. `keeps_room`: it also
+    keeps the slots for a chunk, so that the next turn of its conversation moves nothing. `is_alone`: the only row is of
+    one request, whose options no other lane has. It always takes over its cache, as does the only row of a policy whose
+    layers share the budget anew for each text.
     """
 
-    def __init__(self, model: PreTrainedModel, options: CacheOptions, is_alone: bool = False) -> None:
-        self._model, self.options, self.is_alone = model, options, is_alone
-        self.cache = KVCache.from_options(model, replace(options, batch=1))
+    def __init__(
+        self, model: PreTrainedModel, options: CacheOptions, is_alone: bool = False, keeps_room: bool = False
+    ) -> None:
+        self._model, self.options, self.is_alone, self._keeps_room = model, options, is_alone, keeps_room
+        self.cache = self._empty()
         self.free = list(range(options.batch))
         self._takes_over = is_alone or shares_budget(options)
         self._index: dict[int, int] = {}  # index in the cache of each row put there
@@ -175,17 +179,31 @@ class Lane:
 
     def put(self, row: int, cache: KVCache) -> None:
         """Move the contents of a cache of one row into the row."""
-        if self._takes_over:
-            self.cache, self._index = cache, {row: 0}
-            return
         if self._is_moving and not self._index:  # no request is left
             self.reset()
+        is_whole = holds_all(cache) >= cache.tokens_seen[0]  # else its tokens are to lie as beside other rows
+        if self._takes_over or (is_whole and not self._index and cache.options.rollback == self.options.rollback):
+            self.cache, self._index, self._idle_steps = cache, {row: 0}, 0
+            if self._keeps_room:
+                cache.keep_room(is_whole)
+            return
         rows = self._rows_for(len(self._index) + 1)
         if rows > self.cache.batch_size or (rows < self.cache.batch_size and not self._index):
             self._arrange(rows)
         taken = set(self._index.values())
         index = self._index[row] = next(each for each in range(self.cache.batch_size) if each not in taken)
         self.cache.put_row(index, cache)
+
+    def detach(self, row: int, tokens: int) -> KVCache:
+        """A cache with the text of a row. `tokens`: the text holds so many, all of them (0: some are evicted).
+
+        The cache itself, where no other row is in it. The row is then empty.
+        """
+        if self.cache.batch_size > 1 or holds_all(self.cache) < tokens:
+            return self.cache.copy_of_row(self._index[row])
+        del self._index[row]
+        cache, self.cache = self.cache, self._empty()
+        return cache
 
     def release(self, row: int) -> None:
         """Clear a row that was taken. It is free again."""
@@ -225,8 +243,12 @@ class Lane:
         """The number of rows that the cache needs for `count` that write: a power of two, at most the batch."""
         return min(1 << max(count - 1, 0).bit_length(), self.options.batch)
 
+    def _empty(self) -> KVCache:
+        return KVCache.from_options(self._model, replace(self.options, batch=1))
+
     def _arrange(self, rows: int) -> None:
         """Resize the cache to so many rows, those that write first."""
+        self.cache.keep_room(False)
         kept = sorted(self._index, key=self._index.__getitem__)
         self._is_moving = True
         arrange_rows(self.cache, [*map(self.index, kept), *[None] * (rows - len(kept))])
@@ -246,7 +268,7 @@ def shares_budget(options: CacheOptions) -> bool:
     return one_shot is not None and one_shot.shares_budget
 
 
-class ActiveRequest:
+class ActiveRequest(Writing):
     """A ticket that has a row. `is_over` once its row may be released."""
 
     def __init__(
@@ -261,6 +283,9 @@ class ActiveRequest:
         self.ticket, self.lane, self.row = ticket, lane, row
         self.reader: PromptReader | None = _reader_of(model, ticket.request, snapshots)
         self.cached, self.recomputed = self.reader.cached, 0
+        self._snapshots, self._may_be_kept = snapshots, self.reader.may_be_kept and ticket.request.reuse.store
+        self._passes, self._holds_all = self.reader.passes, 0
+        self._finish: Finish | None = None
         heads = lane.cache.heads
         self.writer = Writer(ticket.request, tokenizer, lane.cache.device, None if heads is None else heads.ranks)
         self.is_over = False
@@ -279,25 +304,59 @@ class ActiveRequest:
         if self.ticket.request.scores_prompt:
             self.ticket.put(PromptLogprobs(tuple(reader.logprobs)))
         if not self.ticket.request.max_tokens:
-            self.is_over = True
-            self.ticket.put(Finish("length", self.usage()))
+            self._end("length")
         else:
+            self._passes, self._holds_all = reader.passes, holds_all(reader.cache)
             self.lane.put(self.row, reader.cache)
             self.reader = None
             self.take(reader.logits)
 
     def take(self, logits: torch.Tensor) -> None:
-        """Choose the next token from its (vocabulary,) logits. A text that ends with it reports its usage."""
+        """Choose the next token from its (vocabulary,) logits. A text that ends with it is to `finish`."""
         self.ticket.put(self.writer.choose(logits))
         self.seen += self.writer.written > 1  # the token before this one was fed
         if self.writer.reason != "interrupted":
-            self.is_over = True
-            self.ticket.put(Finish(self.writer.reason, self.usage()))
+            self._end(self.writer.reason)
+
+    def _end(self, reason: FinishReason) -> None:
+        self.is_over, self._finish = True, Finish(reason, self.usage())
 
     def fail(self, message: str, is_ours: bool) -> None:
-        """End the request with an error."""
+        """End the request with an error. After one of ours nobody knows what its row holds."""
         self.is_over = True
+        self._may_be_kept = self._may_be_kept and not is_ours
         self.ticket.put(Failure(message, is_ours))
+
+    def finish(self) -> None:
+        """Report the end of a text."""
+        if self._finish is not None:
+            self.ticket.put(self._finish)
+
+    def keep(self) -> None:
+        """Give the row to the prefix cache, which then has all that was read and written. May be repeated."""
+        entry = self.entry
+        self._may_be_kept = False
+        if entry is not None and self._snapshots.kept.limit:
+            whole = len(entry.tokens) * entry.holds_all
+            cache = entry.cache if self.reader is not None else self.lane.detach(self.row, whole)
+            self._snapshots.keep(replace(entry, cache=cache, row=0, is_text=True))
+
+    def keep_beginning(self) -> None:
+        """Keep a copy of a text that is about to lose tokens: other texts may begin as it does."""
+        entry = self.entry if self.seen == self._holds_all and self._snapshots.kept.limit else None
+        if entry is not None:
+            self._snapshots.put(entry)
+
+    @property
+    def entry(self) -> CacheEntry | None:
+        if not self._may_be_kept:
+            return None
+        key, tokens = key_of(self.ticket.request), tuple(self.cache.rows.rows[self.index].tokens or ())
+        passes, most = self._passes, self._holds_all
+        if self.reader is not None:
+            passes, most = self.reader.passes, holds_all(self.reader.cache)
+        is_all = len(tokens) <= most
+        return CacheEntry(key, tokens, self.cache, 0, passes, row=self.index, holds_all=is_all) if tokens else None
 
     def close(self) -> None:
         """Release the memory reserved for the rest of its prompt."""

@@ -215,6 +215,15 @@ class KVCache(ModelCache):
         check_kind("options", options, CacheOptions, "CacheOptions")
         return cls(model, **{each.name: getattr(options, each.name) for each in fields(options)})
 
+    def copy_of_row(self, row: int = 0, tokens: int | None = None) -> KVCache:
+        """A cache of one row with a copy of row `row`, without free slots.
+
+        `tokens`: only the first so many, of a row that has evicted none under a policy without state.
+        """
+        twin = type(self).from_options(self._attachment.model, replace(self.options, batch=1))
+        twin.put_row(0, self, row, tokens)
+        return twin
+
     @no_inference_mode
     def __deepcopy__(self, memo: dict[int, object]) -> KVCache:
         """A cache of its own for the same model, which is not copied."""

@@ -163,7 +163,12 @@ class RequestBuilder:
                 # Requests of one key share cached prefixes, except for requests of different `user`s.
                 tenant=f"{tenant}/{body.user}",
                 seconds=max_seconds_of(body, self.service.limits.seconds),
-                reuse=Reuse(lookup=body.cache.lookup, store=body.cache.store, name=body.cache.name),
+                reuse=Reuse(
+                    lookup=body.cache.lookup,
+                    store=body.cache.store,
+                    name=body.cache.name,
+                    is_exact=body.cache.exact,
+                ),
                 parts=parts_of(body.chunks, prompt),
                 ends=prompt.ends,
                 head=prompt.head,

@@ -199,6 +199,8 @@ class ReuseFields(Body):
     """Start from a cached prefix of the prompt, if there is one."""
     store: bool = True
     """Cache the prefix of this prompt for later requests."""
+    exact: bool = False
+    """Use only prefixes that keep the answer the same to the bit. Earlier answers are then read again."""
     name: Name = ""
     """Only requests with this name share the prefix."""
 

@@ -248,9 +248,20 @@ class Store(ABC):
         self._parts, self._constants = snapshot.parts, snapshot.constants
         self.full_precision.put_back(snapshot.full_precision, snapshot.token_index)
 
-    def copied(self) -> "Store":
-        """The same in memory of its own."""
-        return copy.deepcopy(self)
+    def first(self, rows: slice, slots: int) -> "Store":
+        """A store of the first `slots` of these rows, in memory of its own. Tokens lie in no others."""
+        twin = copy.copy(self)
+        twin.full_precision = self.full_precision.copied(rows)
+        twin._parts = {name: part[rows, :, :slots].clone() for name, part in self._allocated().items()}
+        return twin
+
+    def rearranged(self, rows: slice, order: SlotIndex, slots: int) -> "Store":
+        """A store of these rows in memory of its own, rearranged as by `rearrange`."""
+        twin = copy.copy(self)
+        twin.full_precision = self.full_precision.copied(rows)
+        twin._parts = {name: part[rows] for name, part in self._allocated().items()}
+        twin.rearrange(order, slots)
+        return twin
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
@@ -264,11 +275,15 @@ class Store(ABC):
             part[target] = part[source]
 
     def put_row(self, other: "Store", target: int) -> None:
-        """Overwrite row `target` with the first row of another store that is compatible and has as many slots."""
+        """Overwrite row `target` with the first row of another store that is compatible and has no more slots.
+
+        Further slots get zeros.
+        """
         self.full_precision.put_row(other.full_precision, target)
         given = other._allocated()
         for name, part in self._allocated().items():
-            part[target] = given[name][0]
+            part[target, :, : other.slots] = given[name][0]
+            part[target, :, other.slots :] = 0
 
     def clear_row(self, row: int) -> None:
         """Let row `row` hold nothing, and its memory zeros."""

@@ -180,6 +180,12 @@ class FullPrecisionRing:
         now = new_slots.gather(2, owners.clamp(min=0).long())
         self.tensors = {**self.tensors, SLOTS: now.where(owners >= 0, -1)}
 
+    def copied(self, rows: slice) -> "FullPrecisionRing":
+        """A copy of some rows."""
+        twin = FullPrecisionRing(self.sinks, self.newest)
+        twin.tensors = {name: tensor[rows].clone() for name, tensor in self.tensors.items()}
+        return twin
+
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
         self.tensors = {name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()}

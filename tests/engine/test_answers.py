@@ -1,0 +1,354 @@
+"""A conversation's next turn goes on from the row that has its prompt and its answer."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import windlass
+from tests.helpers.hybrids import bound
+from tests.helpers.models import MODEL, Models, Text
+from tests.helpers.schedulers import (
+    bytes_told,
+    events_of,
+    options_of,
+    request_of,
+    rows_of,
+    running,
+    tokens_of,
+    wait_for,
+)
+from windlass import KVCache
+from windlass.cache.edits import holds_all
+from windlass.cache.options import CacheOptions
+from windlass.core.step import PROMPT
+from windlass.engine import prefill
+from windlass.engine.prefix_cache import EntrySelector, key_of
+from windlass.engine.request import EngineLimits, Failure, Finish, Piece, Reuse
+from windlass.engine.scheduler import Scheduler
+
+WIDE, PLENTY = 400, 1 << 28  # a budget above all tokens of a conversation, and memory for any
+LOOSE = Reuse(is_exact=False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+class Conversation:
+    """Turns of one conversation with an engine. `fed` are the tokens that it has read of prompts, turn by turn."""
+
+    def __init__(self, engine: Scheduler, options: CacheOptions, **given: Any) -> None:
+        self._engine, self._given = engine, {"reuse": LOOSE, **given, "options": options}
+        self.ids: list[int] = []
+        self.ends: list[int] = []
+        self.usages = list[Any]()
+
+    def turn(self, new: list[int], count: int = 7) -> list[int]:
+        """Say something. Returns the answer, whose tokens then belong to the conversation."""
+        self.ids += new
+        self.ends.append(len(self.ids))
+        events = events_of(self._engine.submit(request_of(self.ids, count, ends=tuple(self.ends[:-1]), **self._given)))
+        assert isinstance(events[-1], Finish), events[-1]
+        self.usages.append(events[-1].usage)
+        answer = [each.token for each in events if isinstance(each, Piece)]
+        self.ids += answer
+        return answer
+
+
+def chat(model: PreTrainedModel, options: CacheOptions, turns: list[list[int]], count: int = 7) -> list[list[int]]:
+    """The answers of one cache that lives through a whole conversation, read in the passes of an engine."""
+    cache, ids, ends, found = KVCache.from_options(model, options), list[int](), list[int](), list[list[int]]()
+    if options.sinks == "system":
+        cache.set_sinks(0)
+    for new in turns:
+        ids += new
+        passes, answer = request_of(ids, options=options, ends=tuple(ends)).pass_ends, list[int]()
+        ends.append(len(ids))
+        for stop in passes:
+            if (done := cache.tokens_seen[0]) < stop:
+                logits = prefill.feed(model, cache, [ids[done:stop]], [stop - done - 1], PROMPT)[0, -1]
+        while len(answer) < count - 1:
+            answer.append(int(logits.argmax()))
+            logits = prefill.feed_tokens(model, cache, {0: answer[-1]})[0]
+        found.append([*answer, int(logits.argmax())])
+        ids += found[-1]
+    return found
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The number of tokens of each pass over a prompt."""
+    fed, real = list[int](), prefill.feed
+
+    def feed(model: Any, cache: Any, pieces: Any, *rest: Any) -> Any:
+        fed.append(sum(map(len, pieces)))
+        return real(model, cache, pieces, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prefill, "feed", feed)
+        yield fed
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"budget": WIDE},
+        {"budget": 40},
+        {"budget": 40, "policy": "h2o", "store": "int8"},
+        {"budget": 40, "policy": "snapkv", "store": "int4(sinks=2, newest=5)"},
+        {"budget": WIDE, "sinks": "system"},
+    ],
+    ids=str,
+)
+def test_ten_turns_read_each_token_once(
+    monkeypatch: pytest.MonkeyPatch,
+    attached_model: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Text,
+    options: dict[str, Any],
+    rows: int,
+) -> None:
+    """They are those of one cache that lives through all of them."""
+    model, own = attached_model("llama"), options_of(**options)
+    turns = rows_of(text, 21, 5, 17, 3, 9, 14, 1, 11, 6, 8)
+    with running(model, tokenizer, kinds=[(rows, own)], reuse_bytes=PLENTY) as engine:
+        talk = Conversation(engine, own)
+        with counted(monkeypatch) as fed:
+            answers = [talk.turn(new) for new in turns]
+        assert sum(fed) == len(talk.ids) - 10 * 7 + 9  # and the last token of each answer but the last
+        assert engine.status().bytes_held <= engine.status().bytes_limit
+    read = [usage.prompt - usage.cached for usage in talk.usages]
+    assert read == [len(turns[0]), *(len(new) + 1 for new in turns[1:])]
+    assert [usage.seen for usage in talk.usages] == [usage.prompt + 6 for usage in talk.usages]
+    assert answers == chat(model, own, turns)
+
+
+@pytest.mark.parametrize("budget", [40, WIDE])
+def test_recall_and_reuse_go_together(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, budget: int
+) -> None:
+    """Tokens that a conversation can recall are kept with its row, and count in the limit."""
+    model, own = attached_model("llama"), options_of(budget=budget, recall=16)
+    turns = rows_of(text, 21, 5, 60, 3, 9)
+    with running(model, tokenizer, kinds=[(1, options_of())], reuse_bytes=PLENTY) as engine:
+        talk = Conversation(engine, own)
+        assert [talk.turn(new) for new in turns] == chat(model, own, turns)
+        read = [usage.prompt - usage.cached for usage in talk.usages]
+        assert read == [len(turns[0]), *(len(new) + 1 for new in turns[1:])]
+        entries = engine._snapshots.kept.of(key_of(request_of([1], options=own, reuse=LOOSE)))
+        assert max(each.cache.recall_bytes for each in entries) > 0
+        assert engine._snapshots.kept.bytes == sum(each.cache.bytes_held + each.cache.recall_bytes for each in entries)
+        branch = talk.ids[: len(turns[0]) + 7] + turns[2]
+        events = events_of(engine.submit(request_of(branch, 7, options=own, ends=(21, 28), reuse=LOOSE)))
+        assert isinstance(events[-1], Finish)
+        assert events[-1].usage.cached == 28
+
+
+def test_a_turn_that_is_exact_reads_answers_again(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    """Its text is that of an engine without reuse, where a turn before was not exact."""
+    model, own = attached_model("llama"), options_of(budget=WIDE)
+    turns = rows_of(text, 21, 5, 17)
+
+    def answers(reuse_bytes: int, *exact: bool) -> list[tuple[list[int], int]]:
+        with running(model, tokenizer, kinds=[(2, own)], reuse_bytes=reuse_bytes) as engine:
+            talk, found = Conversation(engine, own), []
+            for new, is_exact in zip(turns, exact, strict=True):
+                talk._given["reuse"] = Reuse(is_exact=is_exact)
+                found.append((talk.turn(new), talk.usages[-1].cached))
+            return found
+
+    again = answers(0, True, True, True)
+    assert [text for text, _ in answers(PLENTY, True, True, True)] == [text for text, _ in again]
+    mixed = answers(PLENTY, True, False, True)
+    assert mixed[2][0] == again[2][0]
+    assert [cached for _, cached in mixed] == [0, 21 + 6, 21]
+    assert [cached for _, cached in answers(PLENTY, True, True, True)] == [0, 21, 21 + 7 + 5]
+
+
+@pytest.mark.parametrize("is_exact", [False, True])
+@pytest.mark.parametrize("budget", [WIDE, 40])
+def test_two_branches_of_one_beginning(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, budget: int, is_exact: bool
+) -> None:
+    """Neither costs the other what it has, whoever comes first, and both are what they are alone."""
+    model, own = attached_model("llama"), options_of(budget=budget)
+    first, one, other, last = rows_of(text, 30, 14, 15, 4)
+    reuse = Reuse(is_exact=is_exact)
+    with running(model, tokenizer, kinds=[(3, own)], reuse_bytes=PLENTY) as engine:
+
+        def asked(ids: list[int], *ends: int) -> tuple[list[int], int]:
+            last = events_of(ticket := engine.submit(request_of(ids, 7, options=own, ends=ends, reuse=reuse)))
+            assert isinstance(last[-1], Finish)
+            assert ticket.is_over
+            return [each.token for each in last if isinstance(each, Piece)], last[-1].usage.cached
+
+        begun, _ = asked(first)
+        base = first + begun
+        found = [asked(base + end, 30, 37) for end in (one, other, one)]
+        assert found[0][0] == found[2][0]
+        assert found[0][1] == (30 if is_exact else 36)
+        assert found[1][1] >= (37 if is_exact else 36)
+        assert found[2][1] >= 37
+        longer = asked(base + one + found[0][0] + last, 30, 37, 51, 58)
+        assert longer[1] >= (50 if is_exact else 57)
+        assert asked(base + other + found[1][0] + last, 30, 37, 52, 59)[1] >= (50 if is_exact else 58)
+    with running(model, tokenizer, kinds=[(3, own)]) as engine:
+        if is_exact:
+            assert asked(base + one, 30, 37)[0] == found[0][0]
+            assert asked(base + other, 30, 37)[0] == found[1][0]
+            assert asked(base + one + found[0][0] + last, 30, 37, 51, 58)[0] == longer[0]
+
+
+def test_a_row_that_is_written_is_copied_for_another(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    """While it goes on, another text begins from its beginning. Both are what they are alone."""
+    model, own = attached_model("llama"), options_of(budget=WIDE)
+    shared, one, other = rows_of(text, 39, 3, 9)
+    limits = EngineLimits(max_tokens=300)
+    with running(model, tokenizer, kinds=[(2, own)], limits=limits) as engine:
+        alone = [tokens_of(engine.submit(request_of(shared + end, 200, options=own))) for end in (one, other)]
+    with running(model, tokenizer, kinds=[(2, own)], limits=limits, reuse_bytes=PLENTY) as engine:
+        first = engine.submit(request_of(shared + one, 200, options=own))
+        wait_for(lambda: [row.phase for row in engine.status().rows] == ["writing"])
+        second = events_of(engine.submit(request_of(shared + other, 20, options=own)))
+        assert not first.is_over
+        assert isinstance(second[-1], Finish)
+        assert second[-1].usage.cached == 39
+        assert [each.token for each in second if isinstance(each, Piece)] == alone[1][:20]
+        assert tokens_of(first) == alone[0]
+
+
+@pytest.mark.parametrize("budget", [WIDE, 60])
+def test_a_text_that_was_cancelled_is_kept(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, budget: int
+) -> None:
+    """In the middle of its answer, and of its prompt. The tokens that it had go on as they would have."""
+    model, own = attached_model("llama"), options_of(budget=budget)
+    (ids,) = rows_of(text, 30)
+    limits = EngineLimits(max_tokens=10**6)
+    with running(model, tokenizer, kinds=[(1, own)], limits=limits) as engine:
+        truth = tokens_of(engine.submit(request_of(ids, 400, options=own)))
+    with running(model, tokenizer, kinds=[(1, own)], limits=limits, reuse_bytes=PLENTY) as engine:
+        ticket = engine.submit(request_of(ids, 10**6, options=own, reuse=LOOSE))
+        had = [each.token for each in ticket.take(10.0) if isinstance(each, Piece)]
+        while len(had) < 20:
+            had += [each.token for each in ticket.take(10.0) if isinstance(each, Piece)]
+        engine.cancel(ticket)
+        wait_for(lambda: engine.status().free_rows == 1)
+        had = truth[:20]
+        events = events_of(engine.submit(request_of(ids + had, 30, options=own, reuse=LOOSE)))
+        assert isinstance(events[-1], Finish)
+        if budget == WIDE:
+            assert events[-1].usage.cached == 49
+            assert [each.token for each in events if isinstance(each, Piece)] == truth[20:50]
+        long = ids * 300
+        ticket = engine.submit(request_of(long, 5, options=own, reuse=LOOSE))
+        wait_for(lambda: any(row.seen > 100 for row in engine.status().rows))
+        engine.cancel(ticket)
+        wait_for(lambda: engine.status().free_rows == 1)
+        events = events_of(engine.submit(request_of(long[:5000], 5, options=own, reuse=LOOSE)))
+        assert isinstance(events[-1], Finish)
+        assert events[-1].usage.cached > 100
+
+
+@pytest.mark.parametrize("other", [{"tenant": "b"}, {"reuse": Reuse(name="b", is_exact=False)}], ids=["tenant", "name"])
+def test_who_may_not_share_does_not(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, other: dict[str, Any]
+) -> None:
+    """Neither a row that is kept, nor one under way."""
+    model, own = attached_model("llama"), options_of(budget=WIDE)
+    (ids,) = rows_of(text, 30)
+    ours: dict[str, Any] = {"options": own, "tenant": "a", "reuse": LOOSE}
+    limits = EngineLimits(max_tokens=10**6)
+    with running(model, tokenizer, kinds=[(2, own)], limits=limits, reuse_bytes=PLENTY) as engine:
+        tokens_of(engine.submit(request_of(ids, 9, **ours)))
+        ticket = engine.submit(request_of([*ids, 7], 10**6, **ours))
+        ticket.take(10.0)
+        for given, most in ((ours | other, 0), (ours, 30)):
+            last = events_of(engine.submit(request_of([*ids, 8, 9], 1, **given)))[-1]
+            assert isinstance(last, Finish)
+            assert last.usage.cached == most
+        engine.cancel(ticket)
+
+
+@pytest.mark.parametrize("budget", [60, WIDE])
+def test_the_limit_holds(attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, budget: int) -> None:
+    """Many conversations in turn, with room for two of them. What leaves is read again."""
+    model, own, draw = attached_model("llama"), options_of(budget=budget), torch.Generator().manual_seed(1)
+    with running(model, tokenizer, kinds=[(1, own)], reuse_bytes=PLENTY) as engine:
+        Conversation(engine, own).turn(rows_of(text, 30)[0])
+        size = engine._snapshots.kept.bytes
+    limit = 2 * size + size // 2
+    with running(model, tokenizer, kinds=[(2, own)], reuse_bytes=limit) as engine:
+        held = bytes_told(engine)
+        talks = [Conversation(engine, own) for _ in range(4)]
+        for at in torch.randint(0, 4, (40,), generator=draw).tolist():
+            talks[at].turn([at, *torch.randint(0, 90, (at + 1,), generator=draw).tolist()])
+            assert engine._snapshots.kept.bytes <= limit
+        assert 0 < max(held) <= engine.status().bytes_limit
+        cached = [usage.cached for talk in talks for usage in talk.usages[1:]]
+    assert 0 in cached
+    assert max(cached) > 0
+
+
+def test_deleted_rows_are_gone(attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text) -> None:
+    model, own = attached_model("llama"), options_of(budget=WIDE)
+    with running(model, tokenizer, kinds=[(1, own)], reuse_bytes=PLENTY) as engine:
+        talk = Conversation(engine, own, tenant="a/x")
+        for new in rows_of(text, 21, 4):
+            talk.turn(new)
+        (entry,) = engine.stored(EntrySelector("a"))
+        assert entry.tokens == 21 + 7 + 4 + 6
+        assert engine.stored(EntrySelector("b")) == []
+        assert engine.forget(EntrySelector("a")) == [entry]
+        talk.turn([3])
+        assert talk.usages[-1].cached == 0
+
+
+def test_a_hybrid_goes_on_from_its_answer(tokenizer: PreTrainedTokenizerBase, text: Text) -> None:
+    """Its state can be cut back nowhere, so only the very end of a row serves."""
+    model, own = bound("qwen3_next"), options_of(budget=WIDE)
+    turns = rows_of(text, 21, 5, 17)
+    with running(model, tokenizer, kinds=[(2, own)], reuse_bytes=PLENTY) as engine:
+        talk = Conversation(engine, own)
+        assert [talk.turn(new) for new in turns] == chat(model, own, turns)
+        assert [usage.cached for usage in talk.usages] == [0, 27, 39]
+
+
+def test_a_step_that_fails_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch, attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    """After an error of the engine nobody knows what a row holds."""
+    model, own = attached_model("llama"), options_of(budget=WIDE)
+    with running(model, tokenizer, kinds=[(1, own)], reuse_bytes=PLENTY) as engine:
+        talk, (ids,) = Conversation(engine, own), rows_of(text, 21)
+        with monkeypatch.context() as patched:
+            patched.setattr("windlass.engine.sequence.feed_tokens", lambda *_: 1 // 0)
+            assert isinstance(events_of(engine.submit(request_of(ids, 7, options=own)))[-1], Failure)
+        assert not engine._snapshots.kept.bytes
+        assert talk.turn(ids) == chat(model, own, [ids])[0]
+
+
+def test_a_copy_has_the_first_tokens_of_a_row(attached_model: Models, text: Text) -> None:
+    """A cache that read no more goes on with the same numbers."""
+    model, own = attached_model("llama"), options_of(budget=WIDE, batch=2)
+    cache, ids = KVCache.from_options(model, own), rows_of(text, 60, 60)
+    windlass.prefill(model, cache, ids)
+    assert holds_all(cache, 1) == WIDE
+    for row, tokens in ((1, 26), (0, 13), (1, 60)):
+        ours, fresh = cache.copy_of_row(row, tokens), KVCache.from_options(model, options_of(budget=WIDE))
+        truth = windlass.prefill(model, fresh, [ids[row]])
+        assert ours.tokens == [ids[row][:tokens]]
+        assert [layer.table.slots for layer in ours.layers] == [tokens] * len(ours.layers)
+        if tokens < 60:
+            torch.testing.assert_close(windlass.prefill(model, ours, [ids[row][tokens:]]), truth)
+    assert cache.tokens == ids
