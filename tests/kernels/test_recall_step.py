@@ -92,7 +92,7 @@ class Draw:
         return PackedStates(codes, Format(self.store), scales, means, group=group)
 
     def piece(self, tokens: int, means: Tensor | None) -> RecallPiece:
-        keys, values = self.held(tokens, HEAD_DIM, means, 16), self.held(tokens, VALUE_DIM, None, 8)
+        keys, values = self.held(tokens, HEAD_DIM, means, 16), self.held(tokens, VALUE_DIM, None, 16)
         tiles = words_of(keys.data).unflatten(2, (-1, TILE)).transpose(3, 4).contiguous()
         none = replace(keys, data=keys.data[:, :, :0])
         return RecallPiece(TiledKeys(tiles, none), values)

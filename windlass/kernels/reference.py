@@ -318,40 +318,37 @@ def encode(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Te
     blocks, is_own = numbers[..., channels.clamp(max=width - 1)], channels < width  # the last one fills its group
     low, high = (each.clamp(-7.5 * most, 7.5 * most) for each in blocks.aminmax(dim=-1, keepdim=True))
     scales = _float16((high - low) / 15)
-    offsets = _float16((low + high) * 0.5 + scales.float() * 0.5)
-    codes, errors = _coded(blocks, is_own, scales, offsets)
+    pairs = torch.cat((scales, _float16((low + high) * 0.5 + scales.float() * 0.5)), -1)
+    codes, errors = _coded(blocks, is_own, pairs)
     for _ in range(STEPS):
-        new_scales, new_offsets = _fitted(blocks, is_own, codes)
-        new_codes, new_errors = _coded(blocks, is_own, new_scales, new_offsets)
+        new_pairs = _fitted(blocks, is_own, codes)
+        new_codes, new_errors = _coded(blocks, is_own, new_pairs)
         is_better = new_errors < errors
-        scales, offsets = new_scales.where(is_better, scales), new_offsets.where(is_better, offsets)
-        codes, errors = new_codes.where(is_better, codes), new_errors.where(is_better, errors)
+        pairs, codes = new_pairs.where(is_better, pairs), new_codes.where(is_better, codes)
+        errors = new_errors.where(is_better, errors)
     first, second = (codes.flatten(-2)[..., :width] + 8).to(torch.uint8).chunk(2, -1)
-    return first | second << 4, torch.cat((scales, offsets), -1).flatten(-2)
+    return first | second << 4, pairs.flatten(-2)
 
 
-def _coded(blocks: Tensor, is_own: Tensor, scales: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of groups, and the sum of the squared errors of each group."""
-    divisors, zeros = scales.float(), offsets.float()
-    codes = ((blocks - zeros) / divisors.where(divisors != 0, 1.0)).round().clamp(-8, 7)
-    errors = (blocks - (codes * divisors + zeros)).double()
+def _coded(blocks: Tensor, is_own: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of groups by their scales and offsets, and the sum of the squared errors of each group."""
+    scales, offsets = pairs.float().split(1, -1)
+    codes = ((blocks - offsets) / scales.where(scales != 0, 1.0)).round().clamp(-8, 7)
+    errors = (blocks - (codes * scales + offsets)).double()
     return codes, _sum(errors * errors * is_own)
 
 
-def _fitted(blocks: Tensor, is_own: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+def _fitted(blocks: Tensor, is_own: Tensor, codes: Tensor) -> Tensor:
     """The scale and the offset of each group with which its codes have the least squared error."""
     numbers, own, count = blocks.double() * is_own, codes.double() * is_own, is_own.sum(-1, keepdim=True)
     total = _sum(own)
     spread = count * _sum(own * own) - total * total
     scales = _float16(_sum((count * own - total) * numbers) / spread.where(spread != 0, 1.0))
-    return scales, _float16((_sum(numbers) - scales.double() * total) / count)
+    return torch.cat((scales, _float16((_sum(numbers) - scales.double() * total) / count)), -1)
 
 
 def _sum(numbers: Tensor) -> Tensor:
-    """The sum over a power of two of numbers (..., numbers). Halves are added up, in which every backend agrees.
-
-    All products in these sums are exact, so that a backend may fuse them with what is added.
-    """
+    """The sum of a power of two of numbers. Backends add halves as here, and may fuse products, which are exact."""
     while numbers.shape[-1] > 1:
         first, second = numbers.chunk(2, -1)
         numbers = first + second

@@ -135,8 +135,10 @@ def can_scan(pieces: Sequence[TiledKeys]) -> bool:
 
 def can_recall(store: RecallSlots) -> bool:
     """Return True if a decode step knows this recall store."""
-    is_known = [knows(piece.values) and piece.values.full_precision is None for piece in store.pieces]
-    return can_scan([*(piece.keys for piece in store.pieces), *keys_of(store.digests)]) and all(is_known)
+    keys, values = [piece.keys for piece in store.pieces], [piece.values for piece in store.pieces]
+    is_known = [knows(each) and each.full_precision is None for each in values]
+    has_groups = [each.group in GROUPS for each in (*values, *(each.states for each in keys))]
+    return can_scan([*keys, *keys_of(store.digests)]) and all(is_known) and all(has_groups)
 
 
 def keys_of(digests: Sequence[Digests]) -> list[TiledKeys]:
