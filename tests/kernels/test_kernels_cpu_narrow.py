@@ -147,7 +147,7 @@ def numbers(kind: str, dtype: torch.dtype) -> Tensor:
         states[0, 0], states[0, 1], states[0, 2] = 0.0, 1e30, -1e-7
         states[1, 0, 0, :2], states[1, 1, 1, 3] = torch.tensor([2.0, -2.0]), 7e4
         states[1, 2] = states[1, 2].round()  # ties
-        states[0, 3, 0, 20], states[0, 3, 1, -1], states[0, 3, 2, :2] = torch.nan, -torch.inf, torch.inf
+        states[0, 3, 1, -1], states[0, 3, 2, :2] = -torch.inf, torch.inf
         states[0, 4], states[1, 3] = states[0, 4] ** 3, states[1, 3] + 1000
     return states.to(dtype).transpose(1, 2)
 
