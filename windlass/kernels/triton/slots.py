@@ -368,25 +368,26 @@ def _group_codes(row, p_scales, o_width, m_width, width, GROUP: tl.constexpr):
     p_states, stride, p_means, mean_stride = row
     b_numbers = _numbers(p_states, stride, p_means, mean_stride, o_width, m_width)
     o_group = (o_width // GROUP * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-    b_own = (m_width[:, None] & (o_group < width)).to(tl.float64)
+    m_own = m_width[:, None] & (o_group < width)
+    b_own = m_own.to(tl.float64)
     o_group = tl.minimum(o_group, width - 1)
     b_group = _numbers(p_states, stride, p_means, mean_stride, o_group, m_width[:, None])
-    b_wide = b_group.to(tl.float64) * b_own
+    b_wide = tl.where(m_own, tl.minimum(tl.maximum(b_group, FLOAT32_MIN), FLOAT32_MAX), 0.0).to(tl.float64)
     most: tl.constexpr = 7.5 * FLOAT16_MAX  # so that a scale reaches all, and infinities have a middle
     low = tl.minimum(tl.maximum(tl.min(b_group, 1), -most), most)
     high = tl.minimum(tl.maximum(tl.max(b_group, 1), -most), most)
     span = high - low
     scale = _bounded(tl.div_rn(span, tl.zeros_like(span) + 15.0))
     offset = _bounded((low + high) * 0.5 + scale.to(tl.float32) * 0.5)
-    b_codes, error = _coded_groups(b_group, b_own, scale, offset)
+    b_codes, error = _coded_groups(b_group, m_own, scale, offset)
     count, numbers = tl.maximum(_sum(b_own), 1.0), _sum(b_wide)  # a masked row has no channels
     for _ in tl.static_range(STEPS):
         total = _sum(b_codes * b_own)
         spread = count * _sum(b_codes * b_codes * b_own) - total * total
         b_deviations = (count[:, None] * b_codes - total[:, None]) * b_wide
-        new_scale = _bounded((_sum(b_deviations) / tl.where(spread == 0.0, 1.0, spread)).to(tl.float32))
-        new_offset = _bounded(((numbers - new_scale.to(tl.float64) * total) / count).to(tl.float32))
-        b_new_codes, new_error = _coded_groups(b_group, b_own, new_scale, new_offset)
+        new_scale = _rounded(_sum(b_deviations) / tl.where(spread == 0.0, 1.0, spread))
+        new_offset = _rounded((numbers - new_scale.to(tl.float64) * total) / count)
+        b_new_codes, new_error = _coded_groups(b_group, m_own, new_scale, new_offset)
         is_better = new_error < error
         scale, offset = tl.where(is_better, new_scale, scale), tl.where(is_better, new_offset, offset)
         b_codes, error = tl.where(is_better[:, None], b_new_codes, b_codes), tl.where(is_better, new_error, error)
@@ -399,12 +400,19 @@ def _group_codes(row, p_scales, o_width, m_width, width, GROUP: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _coded_groups(b_group, b_own, scale, offset):
+def _rounded(number):
+    """float64 to float16 by way of float32, as PyTorch does it."""
+    return _bounded(tl.minimum(tl.maximum(number, -FLOAT16_MAX), FLOAT16_MAX).to(tl.float32))
+
+
+@triton.jit
+@no_type_check
+def _coded_groups(b_group, m_own, scale, offset):
     """Codes of groups, one to a row, and the sum of the squared errors of each group. See `reference.encode`."""
     b_scales, b_offsets = scale.to(tl.float32)[:, None], offset.to(tl.float32)[:, None]
     b_codes = _coded(b_group - b_offsets, b_scales, -8).to(tl.float32)
     b_errors = (b_group - (b_codes * b_scales + b_offsets)).to(tl.float64)
-    return b_codes.to(tl.float64), _sum(b_errors * b_errors * b_own)
+    return b_codes.to(tl.float64), _sum(tl.where(m_own, b_errors * b_errors, 0.0))
 
 
 @triton.jit
