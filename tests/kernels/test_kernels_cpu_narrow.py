@@ -147,6 +147,8 @@ def numbers(kind: str, dtype: torch.dtype) -> Tensor:
         states[0, 0], states[0, 1], states[0, 2] = 0.0, 1e30, -1e-7
         states[1, 0, 0, :2], states[1, 1, 1, 3] = torch.tensor([2.0, -2.0]), 7e4
         states[1, 2] = states[1, 2].round()  # ties
+        states[0, 3, 1, -1], states[0, 3, 2, :2] = -torch.inf, torch.inf
+        states[0, 4], states[1, 3] = states[0, 4] ** 3, states[1, 3] + 1000
     return states.to(dtype).transpose(1, 2)
 
 
@@ -170,3 +172,4 @@ def test_which_numbers_become_codes_in_c() -> None:
     for states in (torch.zeros(1, 1, 1, 8).double(), torch.zeros(1, 1, 1, 1025), torch.zeros(1, 1, 1, 0)):
         assert not codes.can_encode(states, 0)
     assert not codes.can_encode(torch.zeros(1, 1, 1, 7), 16)
+    assert not codes.can_encode(torch.zeros(1, 1, 1, 8), 8)

@@ -74,7 +74,7 @@ class Draw:
         self.state = torch.rand(numbers.shape, generator=self.draw), numbers
         self.fixed = DecodeSlots(
             self.held(slots, SLOTS, HEAD_DIM, means, 16),
-            self.held(slots, SLOTS, VALUE_DIM, None, 8),
+            self.held(slots, SLOTS, VALUE_DIM, None, 16),
             score_heads,
             (angles.cos(), angles.sin()),
             0.3,
@@ -94,10 +94,8 @@ class Draw:
         return packed_as(store, self.normal(BATCH, KV_HEADS, tokens, width).to(self.dtype), means, group)
 
     def piece(self, tokens: int, means: Tensor | None) -> RecallPiece:
-        keys, values = (
-            self.held(self.store, tokens, HEAD_DIM, means, 16),
-            self.held(self.store, tokens, VALUE_DIM, None, 8),
-        )
+        keys = self.held(self.store, tokens, HEAD_DIM, means, 16)
+        values = self.held(self.store, tokens, VALUE_DIM, None, 16)
         tiles = words_of(keys.data).unflatten(2, (-1, TILE)).transpose(3, 4).contiguous()
         none = replace(keys, data=keys.data[:, :, :0])
         return RecallPiece(TiledKeys(tiles, none), values)

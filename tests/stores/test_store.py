@@ -12,6 +12,7 @@ from tests.helpers.caches import POLICIES
 from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import assert_equal
 from windlass import KVCache, UsageError, kernels
+from windlass.core.inputs import Format, PackedStates
 from windlass.core.types import KeyMeans, NewKeys, NewValues
 from windlass.policies import KeyDiff, Policy
 from windlass.stores.base import Parts
@@ -64,10 +65,10 @@ def packed_codes(store: LowBit, numbers: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def test_codes_worked_by_hand() -> None:
-    codes, scale = packed_codes(Int4(), [6.5, -1.0, 0.3, 3.5] + [0.0] * 12 + [3.0, 3.0])
+    codes, scale = packed_codes(Int4(), [6.5, -1.0, 0.5, 3.5] + [0.0] * 12 + [3.0, 3.0])
     # a step of 7.5 / 15 from -1 (code -8) to 6.5 (code 7), and a group of two, both 3
     assert scale.tolist() == [0.5, 3.0, 0.0, 3.0]
-    # channels 0 to 3: codes 7, -8, -5 (of -5.4), 1; zeros: -6; 9 channels on: 2 but for the last two, whose code is 0
+    # channels 0 to 3: codes 7, -8, -5, 1; zeros: -6; 9 channels on: 2 but for the last two, whose code is 0
     assert codes.tolist() == [
         15 | 2 << 4,
         0 | 2 << 4,
@@ -80,6 +81,44 @@ def test_codes_worked_by_hand() -> None:
     codes, scale = packed_codes(Int8(), [-64.0, 63.9, 0.26, 1.0, 5.0])
     assert scale.tolist() == [0.5]
     assert codes.tolist() == [-128, 127, 1, 2, 10]
+
+
+def test_a_fit_worked_by_hand() -> None:
+    codes, pair = packed_codes(Int4(), [-4.0, 3.5] + [0.6] * 14)
+    # The step of 0.5 from -4 to 3.5 gives codes -8, 7 and 14 times 1 (of 1.2), with an error of 14 * 0.1 ** 2.
+    # 16 times the deviation of each from the mean 13 / 16: -141, 99 and 3. The least squares of numbers over codes:
+    # (141 * 4 + 99 * 3.5 + 14 * 3 * 0.6) / (16 * 127 - 13 ** 2) = 0.50225, and (7.9 - 13 * 0.50244) / 16 = 0.08552.
+    assert pair.tolist() == [1029 / 2**11, 1401 / 2**14]
+    assert codes.tolist() == [0 | 9 << 4, 15 | 9 << 4, *[9 | 9 << 4] * 6]
+
+
+def groups_of(kind: str) -> Tensor:
+    draw = torch.Generator().manual_seed(len(kind))
+    numbers = torch.randn(2, 3, 200, 40, generator=draw)
+    if kind == "heavy tails":
+        return numbers / torch.rand(numbers.shape, generator=draw)
+    if kind == "constant":
+        return torch.cat((numbers[..., :1].expand(-1, -1, -1, 20), numbers[..., :20].clamp(-0.1, 0.1)), -1)
+    others = {"far from zero": numbers + 300, "tiny": numbers * 1e-7, "whole": (numbers * 3).round()}
+    return others.get(kind, numbers)
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy tails", "constant", "far from zero", "tiny", "whole"])
+@pytest.mark.parametrize("group", [16, 32])
+def test_no_group_has_a_larger_error_than_between_its_least_and_its_largest_number(kind: str, group: int) -> None:
+    numbers, totals = groups_of(kind), [0.0, 0.0]
+    codes, pairs = kernels.encode(numbers, None, group)
+    ours = PackedStates(codes, Format.INT4, pairs, group=group).floats()
+    for block, coded in zip(numbers.split(group, -1), ours.split(group, -1), strict=True):
+        low, high = block.aminmax(dim=-1, keepdim=True)
+        scale = ((high - low) / 15).half().float()
+        offset = ((low + high) / 2 + scale / 2).half().float()
+        levels = ((block - offset) / scale.where(scale != 0, 1.0)).round().clamp(-8, 7)
+        found, widest = ((each - block).double().pow(2).sum(-1) for each in (coded, levels * scale + offset))
+        assert (found <= widest * (1 + 1e-6)).all()
+        totals = [totals[0] + float(found.sum()), totals[1] + float(widest.sum())]
+    if kind in ("normal", "heavy tails"):
+        assert totals[0] < 0.9 * totals[1]
 
 
 @pytest.mark.parametrize("bits", [4, 8])

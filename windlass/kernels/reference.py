@@ -292,13 +292,17 @@ def write_all(index: SlotIndex, writes: Writes) -> None:
         write(states, index, new)
 
 
+STEPS = 4  # in which int4 fits the scale and the offset of a group to its codes, and rounds again
+
+
 def encode(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
     """Codes for `states` (batch, kv_heads, tokens, width), and their float16 scales (batch, kv_heads, tokens, scales).
 
-    Codes of 4 bits have a scale and an offset, side by side, for each `group` channels, see `PackedStates`. The least
-    and the largest number of a group get the codes -8 and 7. Where `group` is 0, codes have 8 bits and one scale, and
-    the number of largest magnitude gets the lowest code. The mean (kv_heads, width) of its channel is subtracted from a
-    number first.
+    Codes of 4 bits have a scale and an offset, side by side, for each `group` channels, see `PackedStates`. At first
+    the least and the largest number of a group get the codes -8 and 7. Then each step takes the scale and the offset of
+    the least squared error for these codes, and rounds to new codes, until the error stops to fall. Where `group` is 0,
+    codes have 8 bits and one scale, and the number of largest magnitude gets the lowest code. The mean (kv_heads,
+    width) of its channel is subtracted from a number first.
     """
     numbers = states.float()
     if means is not None:
@@ -306,20 +310,55 @@ def encode(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Te
     width, most = numbers.shape[-1], torch.finfo(torch.float16).max
     if not group:
         low, high = numbers.aminmax(dim=-1, keepdim=True)
-        scales = (torch.where(-low > high, low, high) / -128).clamp(-most, most).to(torch.float16)
+        scales = _float16(torch.where(-low > high, low, high) / -128)
         divisors = scales.float()
         codes = (numbers / divisors.where(divisors != 0, 1.0)).round().clamp(-128, 127)
         return codes.to(torch.int8), scales
     groups = -(-width // group)
-    channels = torch.arange(groups * group, device=states.device).clamp(max=width - 1)  # the last one fills its group
-    blocks = numbers[..., channels].unflatten(-1, (groups, group))
+    channels = torch.arange(groups * group, device=states.device).view(groups, group)
+    blocks, is_own = numbers[..., channels.clamp(max=width - 1)], channels < width  # the last one fills its group
     low, high = (each.clamp(-7.5 * most, 7.5 * most) for each in blocks.aminmax(dim=-1, keepdim=True))
-    scales = ((high - low) / 15).clamp(-most, most).to(torch.float16)
-    divisors = scales.float()
-    offsets = ((low + high) * 0.5 + divisors * 0.5).clamp(-most, most).to(torch.float16)
-    codes = ((blocks - offsets.float()) / divisors.where(divisors != 0, 1.0)).round().clamp(-8, 7)
+    scales = _float16((high - low) / 15)
+    pairs = torch.cat((scales, _float16((low + high) * 0.5 + scales.float() * 0.5)), -1)
+    codes, errors = _coded(blocks, is_own, pairs)
+    for _ in range(STEPS):
+        new_pairs = _fitted(blocks, is_own, codes)
+        new_codes, new_errors = _coded(blocks, is_own, new_pairs)
+        is_better = new_errors < errors
+        pairs, codes = new_pairs.where(is_better, pairs), new_codes.where(is_better, codes)
+        errors = new_errors.where(is_better, errors)
     first, second = (codes.flatten(-2)[..., :width] + 8).to(torch.uint8).chunk(2, -1)
-    return first | second << 4, torch.cat((scales, offsets), -1).flatten(-2)
+    return first | second << 4, pairs.flatten(-2)
+
+
+def _coded(blocks: Tensor, is_own: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of groups by their scales and offsets, and the sum of the squared errors of each group."""
+    scales, offsets = pairs.float().split(1, -1)
+    codes = ((blocks - offsets) / scales.where(scales != 0, 1.0)).round().clamp(-8, 7)
+    errors = (blocks - (codes * scales + offsets)).double()
+    return codes, _sum(errors * errors * is_own)
+
+
+def _fitted(blocks: Tensor, is_own: Tensor, codes: Tensor) -> Tensor:
+    """The scale and the offset of each group with which its codes have the least squared error."""
+    numbers, own, count = blocks.double() * is_own, codes.double() * is_own, is_own.sum(-1, keepdim=True)
+    total = _sum(own)
+    spread = count * _sum(own * own) - total * total
+    scales = _float16(_sum((count * own - total) * numbers) / spread.where(spread != 0, 1.0))
+    return torch.cat((scales, _float16((_sum(numbers) - scales.double() * total) / count)), -1)
+
+
+def _sum(numbers: Tensor) -> Tensor:
+    """The sum of a power of two of numbers. Backends add halves as here, and may fuse products, which are exact."""
+    while numbers.shape[-1] > 1:
+        first, second = numbers.chunk(2, -1)
+        numbers = first + second
+    return numbers
+
+
+def _float16(numbers: Tensor) -> Tensor:
+    most = torch.finfo(torch.float16).max
+    return numbers.float().clamp(-most, most).to(torch.float16)
 
 
 def read(states: Tensor, index: SlotIndex) -> Tensor:

@@ -124,10 +124,12 @@ class Int8(LowBit):
 class Int4(LowBit):
     """Codes of 4 bits: 0.34 of the bytes of bfloat16.
 
-    Each 16 channels of a key and 32 of a value have a scale and an offset of their own.
+    Each 16 channels of a key and 32 of a value have a scale and an offset of their own. These and the codes are fitted
+    to each other in turn, to the least squared error, from the range of the group on.
 
-    Source: groups with a scale and a minimum, q4_1 of llama.cpp and Sheng et al. 2023 (arXiv:2303.06865). Differs: the
-    offset is the middle of the group, of which float16 loses less, and keys are centred first.
+    Source: groups with a scale and a minimum, q4_1 of llama.cpp and Sheng et al. 2023 (arXiv:2303.06865). Levels and
+    codes fitted in turn, Lloyd 1982 (doi:10.1109/TIT.1982.1056489). Differs: levels stay at equal distances, the offset
+    is the middle of the group, of which float16 loses less, and keys are centred first.
     """
 
     bits = 4

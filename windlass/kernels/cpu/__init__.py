@@ -43,6 +43,7 @@ except ImportError as error:  # installed without a compiler, or built for anoth
 native = _native  # None where it is missing
 MAX_TOKENS: Final = 16  # queries per row in one call of `attend`
 MAX_CHANNELS: Final = 1024
+GROUPS: Final = (0, 16, 32)  # channels that share a scale and an offset, where new codes are made
 MAX_ROWS: Final = 16  # inputs of the compiled `linear`, and tokens of a decoder layer's kernels
 MANY_ROWS: Final = 64  # inputs from which on PyTorch's product of decoded or widened weights is as fast
 MAX_LANES: Final = 16  # numbers in a vector of any instruction set

@@ -21,7 +21,7 @@ from windlass.core.inputs import (
 from windlass.core.parse import PAGE
 from windlass.core.types import SlotIndex, SlotPositions
 from windlass.kernels import reference
-from windlass.kernels.cpu import MAX_CHANNELS, instruction_set, knows, native
+from windlass.kernels.cpu import GROUPS, MAX_CHANNELS, instruction_set, knows, native
 from windlass.kernels.cpu.tensors import FLOATS, NO_LIMIT, address, format_of, group_bits
 
 
@@ -94,7 +94,8 @@ def write(states: Tensor, index: SlotIndex, new: Tensor) -> None:
 def can_encode(states: Tensor, group: int) -> bool:
     """Return True if `encode` knows the type of these numbers, which are in a CPU's memory, and how many there are."""
     width = states.shape[-1]
-    return states.dtype in FLOATS and 0 < width <= MAX_CHANNELS and (group == 0 or width % 2 == 0)
+    has_group = group in GROUPS and (group == 0 or width % 2 == 0)
+    return states.dtype in FLOATS and 0 < width <= MAX_CHANNELS and has_group
 
 
 def encode(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
@@ -134,8 +135,10 @@ def can_scan(pieces: Sequence[TiledKeys]) -> bool:
 
 def can_recall(store: RecallSlots) -> bool:
     """Return True if a decode step knows this recall store."""
-    is_known = [knows(piece.values) and piece.values.full_precision is None for piece in store.pieces]
-    return can_scan([*(piece.keys for piece in store.pieces), *keys_of(store.digests)]) and all(is_known)
+    keys, values = [piece.keys for piece in store.pieces], [piece.values for piece in store.pieces]
+    is_known = [knows(each) and each.full_precision is None for each in values]
+    has_groups = [each.group in GROUPS for each in (*values, *(each.states for each in keys))]
+    return can_scan([*keys, *keys_of(store.digests)]) and all(is_known) and all(has_groups)
 
 
 def keys_of(digests: Sequence[Digests]) -> list[TiledKeys]:

@@ -269,6 +269,8 @@ def _write(p_targets, p_news, sizes, strides, p_index, index_strides, WIDTHS: tl
 
 FLOAT16_MAX = tl.constexpr(torch.finfo(torch.float16).max)
 ROUNDER = tl.constexpr(1.5 * 2**23)  # a float32 beside it has no fraction: adding it rounds, ties to even
+STEPS = tl.constexpr(reference.STEPS)
+MAX_HALVINGS = tl.constexpr(10)  # of a group, before one number is left
 
 
 def encode(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
@@ -365,17 +367,62 @@ def _group_codes(row, p_scales, o_width, m_width, width, GROUP: tl.constexpr):
     """The codes of some channels. Every channel reads its whole group, and the first one writes scale and offset."""
     p_states, stride, p_means, mean_stride = row
     b_numbers = _numbers(p_states, stride, p_means, mean_stride, o_width, m_width)
-    o_group = tl.minimum((o_width // GROUP * GROUP)[:, None] + tl.arange(0, GROUP)[None, :], width - 1)
+    o_group = (o_width // GROUP * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    m_own = m_width[:, None] & (o_group < width)
+    b_own = m_own.to(tl.float64)
+    o_group = tl.minimum(o_group, width - 1)
     b_group = _numbers(p_states, stride, p_means, mean_stride, o_group, m_width[:, None])
+    b_wide = tl.where(m_own, tl.minimum(tl.maximum(b_group, FLOAT32_MIN), FLOAT32_MAX), 0.0).to(tl.float64)
     most: tl.constexpr = 7.5 * FLOAT16_MAX  # so that a scale reaches all, and infinities have a middle
     low = tl.minimum(tl.maximum(tl.min(b_group, 1), -most), most)
     high = tl.minimum(tl.maximum(tl.max(b_group, 1), -most), most)
     span = high - low
     scale = _bounded(tl.div_rn(span, tl.zeros_like(span) + 15.0))
-    divisor = scale.to(tl.float32)
-    offset = _bounded((low + high) * 0.5 + divisor * 0.5)
+    offset = _bounded((low + high) * 0.5 + scale.to(tl.float32) * 0.5)
+    b_codes, error = _coded_groups(b_group, m_own, scale, offset)
+    count, numbers = tl.maximum(_sum(b_own), 1.0), _sum(b_wide)  # a masked row has no channels
+    for _ in tl.static_range(STEPS):
+        total = _sum(b_codes * b_own)
+        spread = count * _sum(b_codes * b_codes * b_own) - total * total
+        b_deviations = (count[:, None] * b_codes - total[:, None]) * b_wide
+        new_scale = _rounded(_sum(b_deviations) / tl.where(spread == 0.0, 1.0, spread))
+        new_offset = _rounded((numbers - new_scale.to(tl.float64) * total) / count)
+        b_new_codes, new_error = _coded_groups(b_group, m_own, new_scale, new_offset)
+        is_better = new_error < error
+        scale, offset = tl.where(is_better, new_scale, scale), tl.where(is_better, new_offset, offset)
+        b_codes, error = tl.where(is_better[:, None], b_new_codes, b_codes), tl.where(is_better, new_error, error)
     p_pairs = p_scales + 2 * (o_width // GROUP)
     is_first = m_width & (o_width % GROUP == 0)
     tl.store(p_pairs, scale, mask=is_first)
     tl.store(p_pairs + 1, offset, mask=is_first)
-    return _coded(b_numbers - offset.to(tl.float32), divisor, -8)
+    return _coded(b_numbers - offset.to(tl.float32), scale.to(tl.float32), -8)
+
+
+@triton.jit
+@no_type_check
+def _rounded(number):
+    """float64 to float16 by way of float32, as PyTorch does it."""
+    return _bounded(tl.minimum(tl.maximum(number, -FLOAT16_MAX), FLOAT16_MAX).to(tl.float32))
+
+
+@triton.jit
+@no_type_check
+def _coded_groups(b_group, m_own, scale, offset):
+    """Codes of groups, one to a row, and the sum of the squared errors of each group. See `reference.encode`."""
+    b_scales, b_offsets = scale.to(tl.float32)[:, None], offset.to(tl.float32)[:, None]
+    b_codes = _coded(b_group - b_offsets, b_scales, -8).to(tl.float32)
+    b_errors = (b_group - (b_codes * b_scales + b_offsets)).to(tl.float64)
+    return b_codes.to(tl.float64), _sum(tl.where(m_own, b_errors * b_errors, 0.0))
+
+
+@triton.jit
+@no_type_check
+def _sum(b_numbers):
+    """The sums of rows, of which halves are added up. See `reference.encode`."""
+    rows: tl.constexpr = b_numbers.shape[0]
+    for _ in tl.static_range(MAX_HALVINGS):
+        if b_numbers.shape[1] > 1:
+            b_pairs = tl.permute(tl.reshape(b_numbers, (rows, 2, b_numbers.shape[1] // 2)), (0, 2, 1))
+            b_first, b_second = tl.split(b_pairs)
+            b_numbers = b_first + b_second
+    return tl.reshape(b_numbers, (rows,))
