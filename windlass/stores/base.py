@@ -250,15 +250,20 @@ class Store(ABC):
 
     def first(self, rows: slice, slots: int) -> "Store":
         """A store of the first `slots` of these rows, in memory of its own. Tokens lie in no others."""
-        twin = copy.copy(self)
-        twin.full_precision = self.full_precision.copied(rows)
+        twin = self._twin(rows, slots)
         twin._parts = {name: part[rows, :, :slots].clone() for name, part in self._allocated().items()}
+        return twin
+
+    def _twin(self, rows: slice, slots: int) -> "Store":
+        """A store of these rows whose parts are still those of this one."""
+        twin = copy.copy(self)
+        twin.full_precision = self.full_precision.copied(rows, slots)
+        twin._constants = {name: constant.clone() for name, constant in self._constants.items()}
         return twin
 
     def rearranged(self, rows: slice, order: SlotIndex, slots: int) -> "Store":
         """A store of these rows in memory of its own, rearranged as by `rearrange`."""
-        twin = copy.copy(self)
-        twin.full_precision = self.full_precision.copied(rows)
+        twin = self._twin(rows, self.slots)
         twin._parts = {name: part[rows] for name, part in self._allocated().items()}
         twin.rearrange(order, slots)
         return twin

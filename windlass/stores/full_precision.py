@@ -180,10 +180,13 @@ class FullPrecisionRing:
         now = new_slots.gather(2, owners.clamp(min=0).long())
         self.tensors = {**self.tensors, SLOTS: now.where(owners >= 0, -1)}
 
-    def copied(self, rows: slice) -> "FullPrecisionRing":
-        """A copy of some rows."""
+    def copied(self, rows: slice, slots: int) -> "FullPrecisionRing":
+        """A copy of some rows, in which entries of slots from `slots` on belong to no slot."""
         twin = FullPrecisionRing(self.sinks, self.newest)
         twin.tensors = {name: tensor[rows].clone() for name, tensor in self.tensors.items()}
+        if twin.tensors:
+            owners = twin.tensors[SLOTS]
+            owners.masked_fill_(owners >= slots, -1)
         return twin
 
     def select_rows(self, rows: Tensor) -> None:
