@@ -45,7 +45,7 @@ torch.use_deterministic_algorithms(True)
 
 CHECKED_CASES = 12  # one in this many
 QUICK_CALLS = 1  # of each function in a test, whose shapes are checked in `make test`
-MODEL_CASES = 6  # one in this many is not slow, of a test that in each reads a model, or is interpreted
+MODEL_CASES = 8  # one in this many is not slow, of a test that in each reads a model, or is interpreted
 MODELS = {"attached_model", "plain_model", "one_layer"}
 FAMILIES = Path(__file__).parent / "hf"
 # Their faults are in combinations of two arguments, but for the few cases in Triton's interpreter.
@@ -58,8 +58,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow most cases that differ little, and choose the cases in which shapes are checked.
 
     `make test-all` runs all cases of a test. `make test` runs, of a test with several arguments, as few cases as have
-    each value of each of them, or each pair of values where it is a kernel's. And of those that are left, one in six
-    where each case reads a model or runs in Triton's interpreter. Which of the six it is differs from test to test: all
+    each value of each of them, or each pair of values where it is a kernel's. And of those that are left, one in eight
+    where each case reads a model or runs in Triton's interpreter. Which of them it is differs from test to test: all
     families are read by some of them.
 
     Annotations of shapes are checked in every test, but not in all of its cases: a check takes longer than most

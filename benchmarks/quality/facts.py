@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 
 import torch
-from machine import machine
 
 from windlass import CacheOptions
 from windlass.cli import demo
 from windlass.core.parse import in_units
 from windlass.evals.report.page import table
+from windlass.evals.speed.table import cpu_name
 from windlass.hf.load import load
 
 SHARED = "shares"  # those that come with Windlass for these weights
@@ -77,7 +77,7 @@ def conditions(rows: dict[str, list[demo.ChatRow]], threads: int) -> str:
     cores = "one thread" if threads == 1 else f"{threads} threads"
     return (
         f"SmolLM2-135M-Instruct (4-bit GGUF, bfloat16 cache) reads {len(done)} texts of {tokens:,.0f} tokens with one "
-        f"fact each, in a chat. tokens/s: median of reading, {cores} of {machine(threads)['cpu']}, torch {torch.__version__}."
+        f"fact each, in a chat. tokens/s: median of reading, {cores} of {cpu_name()}, torch {torch.__version__}."
     )
 
 

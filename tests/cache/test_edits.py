@@ -17,6 +17,7 @@ from windlass.policies import H2O, KeyDiff, Policy, Recent, SnapKV
 one_layer = models.one_layer  # fixture
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [Recent(), KeyDiff()], ids=repr)
 def test_ten_thousand_shifts_leave_every_byte(attached_model: Models, text: Text, policy: Policy) -> None:
     model, ids = attached_model("llama"), text(50)

@@ -95,6 +95,7 @@ def test_a_bad_input_is_one_line(answers: dict[str, tuple[int, str, str]], line:
     check(*answers[line], says)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "says"), cases(LINES[:: len(LINES) // PROCESSES][:PROCESSES], PROCESSES // QUICK_PROCESSES + 1)
 )

@@ -146,6 +146,7 @@ def same_positions(ranks_found: list[Found], one: Found, is_split: bool = True) 
     return all(same)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("both", marked(f"{family} h2o" for family in SPLIT), indirect=True)
 def test_ranks_of_a_family_share_its_heads(size: int, both: tuple[list[Found], Found]) -> None:
     of_all, one = both

@@ -67,6 +67,7 @@ def test_the_first_layer_is_that_of_a_fresh_prefill(mode: str, store: str) -> No
         assert ours.equal(truth), name
 
 
+@pytest.mark.slow
 def test_divergence_falls_as_more_is_read_again(attached_model: Models) -> None:
     model, means = attached_model("llama"), []
     for mode in ("none", "first(2)", "first(6)", "first(16)", "first(31)"):

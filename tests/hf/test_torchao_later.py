@@ -35,6 +35,7 @@ def ran(folder: Path, code: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_without_torchao(loud: Path) -> None:
     code = f"import windlass\nwindlass.load({MODEL!r})\nprint([each for each in sys.modules if each[:7] == 'torchao'])"
     assert ran(loud, code) == ("[]\n", "")

@@ -229,6 +229,7 @@ def test_books_get_plain_quotes(tmp_path: Path):
     assert open_books(path).text.startswith('\n"It\'s so"-he said.\n"It\'s so"')
 
 
+@pytest.mark.slow
 def test_a_check_counts_the_answers_that_are_right_in_every_token(rows: Rows):
     model, _ = load(MODEL, "float32")
     known = replace(rows, mix=dict.fromkeys(("novel", "passkey_noise", "uuids"), 1.0))
