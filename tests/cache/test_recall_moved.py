@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import windlass
 from tests.helpers.models import Models, Text, read
 from tests.helpers.recalls import TOLERANCE, both, read_both, recalling
 from windlass import KVCache
@@ -126,3 +127,18 @@ def test_a_first_pass_of_padding_alone(attached_model: Models, text: Text) -> No
         with torch.no_grad():
             model(ids[:, :3], attention_mask=torch.zeros(2, 3), past_key_values=cache)
     read_both(model, caches, ids, 13)
+
+
+def test_a_text_that_was_taken_back_is_saved_and_loaded_again(attached_model: Models, tmp_path: Path) -> None:
+    """Its recall store has memory, and no tokens."""
+    model = attached_model("llama")
+    cache = KVCache(model, 8, "recent", 1, 3, batch=2, recall=8, rollback=4)
+    windlass.prefill(model, cache, [[5, 6], [7, 8]])
+    cache.rollback(2)
+    for _ in range(2):
+        cache.save(tmp_path / "cache")
+        cache = KVCache.load(tmp_path / "cache", model)
+    cache.shift(0, 1, 3, row=1)  # of no tokens
+    twin = KVCache(model, 8, "recent", 1, 3, batch=2, recall=8, rollback=4)
+    ids = [[9, 10, 11, 12] * 4, [13, 14, 15] * 5]
+    assert torch.equal(windlass.prefill(model, cache, ids), windlass.prefill(model, twin, ids))

@@ -476,12 +476,12 @@ class RecallStore:
         self.codec.restore({name: each.to(positions.device) for name, each in own.items()})
         self._settle(positions.device, self.codec.layout[2])
         self.codec.restore({name: each.to(self.device) for name, each in own.items()})
-        self.lengths = (0,) * len(lengths)
-        for first in range(0, max(lengths), MOVED):
-            here = slice(first, min(first + MOVED, max(lengths)))
+        self.lengths, longest = (0,) * len(lengths), max(lengths)
+        for first in range(0, max(longest, 1), MOVED):  # a store of no tokens is not empty: it has memory
+            here = slice(first, min(first + MOVED, longest))
             ends = [min(length, here.stop) for length in lengths]
             held = {name: part[:, :, here] for name, part in parts.items()}
-            self._put_rows(held, positions[:, here], ends, max(lengths))
+            self._put_rows(held, positions[:, here], ends, max(longest, 1))
 
     def allocated(self) -> list[Tensor]:
         """All allocated tensors, in the memory of the host, a file, or the device."""
