@@ -237,6 +237,14 @@ def test_codes_are_told_apart_copied_moved_and_kept(tmp_path: Path) -> None:
         weights.zero_()
 
 
+def test_a_fingerprint_is_the_same_in_inference_mode(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "llama", "Q4_K")
+    model, _ = windlass.load(tmp_path / "m.gguf")
+    with torch.inference_mode():
+        assert fingerprint(model) == fingerprint(windlass.load(tmp_path / "m.gguf")[0])
+    assert KVCache(model, 20, shares="auto").options.shares is None
+
+
 def test_gradients_reach_the_inputs(tmp_path: Path) -> None:
     stored, truth = one_matrix(tmp_path / "one", "Q4_K", 70, 256)
     weights = CodedWeights(codes_of(tmp_path / "one", stored), torch.float32, "Q4_K")

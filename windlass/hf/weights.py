@@ -446,7 +446,7 @@ def computing(model: nn.Module) -> list[tuple[str, Tensor]]:
     """
     tuned = {name: module for name, module in model.named_modules() if _is_tuned(module)}
     if not tuned:
-        return [*model.state_dict().items()]
+        return [*model.state_dict(keep_vars=True).items()]
     found: dict[str, str | None] = {}  # prefixes of names and their replacements (None: takes no part in computing)
     for name, module in tuned.items():
         found |= _saved(name, module) if _kept(module) else _adapted(name, module)
