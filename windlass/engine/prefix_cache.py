@@ -505,13 +505,13 @@ def _most_bytes(kept: CacheEntry) -> int:
     return kept.bytes + 4 * len(kept.tokens) + LAYER_BYTES * len(kept.cache.layers) + FILE_BYTES
 
 
-class Writing(ABC):
-    """A request under way."""
+class RowSource(ABC):
+    """A request under way, whose row others may copy."""
 
     @property
     @abstractmethod
     def entry(self) -> CacheEntry | None:
-        """Its row, from which others may copy. None: it has none that may be kept."""
+        """The row, or None where it may not be kept."""
 
 
 @final
@@ -523,7 +523,7 @@ class Snapshots:
 
     def __init__(self, kept: PrefixCache, disk: DiskTier | None = None) -> None:
         self.kept, self._disk = kept, disk
-        self.under_way = list[Writing]()
+        self.under_way = list[RowSource]()
         if disk is not None:
             kept.may_leave = lambda each: not disk.is_pending(each)
 

@@ -18,7 +18,7 @@ from windlass.core.ranks import Ranks
 from windlass.engine.chunks import PartsReader
 from windlass.engine.generate import RowText
 from windlass.engine.prefill import PromptReader, Reader, feed_tokens
-from windlass.engine.prefix_cache import CacheEntry, Snapshots, Writing, key_of
+from windlass.engine.prefix_cache import CacheEntry, RowSource, Snapshots, key_of
 from windlass.engine.recompute import Everything
 from windlass.engine.request import (
     Failure,
@@ -268,7 +268,7 @@ def shares_budget(options: CacheOptions) -> bool:
     return one_shot is not None and one_shot.shares_budget
 
 
-class ActiveRequest(Writing):
+class ActiveRequest(RowSource):
     """A ticket that has a row. `is_over` once its row may be released."""
 
     def __init__(
