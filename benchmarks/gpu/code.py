@@ -133,7 +133,7 @@ def of_slots() -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"mean_key_cosine {head_dim} {store}", call
         new = torch.zeros(1, KV_HEADS, 1, head_dim, dtype=torch.bfloat16)
         if bits < 16:
-            yield f"encode {head_dim} {store}", partial(slots.encode, new, keys.means, bits)
+            yield f"encode {head_dim} {store}", partial(slots.encode, new, keys.means, keys.group)
             continue
         index, at = torch.zeros(1, KV_HEADS, 1, dtype=torch.int64), torch.zeros(1, KV_HEADS, 1, dtype=torch.int32)
         writes = [(keys.data, new), (keys.data, new), (positions(), at), (positions().float(), 0.0)]
