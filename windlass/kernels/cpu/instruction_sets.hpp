@@ -66,7 +66,8 @@ inline bool has_avx512() {
 }
 inline bool has_bf16() {
 #ifdef WINDLASS_X86
-    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_supports("avx512vbmi");
 #else
     return false;
 #endif

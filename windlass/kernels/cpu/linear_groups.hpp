@@ -30,11 +30,8 @@ inline void read_pairs(Format format, int columns, const std::uint8_t *from, std
         const Words both = load<Words>(from);
         scales = bits_of(both << 16), zeros = bits_of(both & 0xffff0000u);
     } else if (format == Format::float16) {
-        const Words both = load<Words>(from);
-        const Halves low = __builtin_convertvector(both & 0xffffu, Halves);
-        const Halves high = __builtin_convertvector(both >> 16, Halves);
-        scales = Row<Format::float16>::lanes(reinterpret_cast<const std::uint8_t *>(&low), 0, 0);
-        zeros = Row<Format::float16>::lanes(reinterpret_cast<const std::uint8_t *>(&high), 0, 0);
+        const Floats a = Row<Format::float16>::lanes(from, 0, 0), b = Row<Format::float16>::lanes(from, LANES, 0);
+        scales = evens(a, b, std::make_index_sequence<LANES>{}), zeros = odds(a, b, std::make_index_sequence<LANES>{});
     } else if (format == Format::int8) {
         const Ints both = (Ints)wide_halves(from);
         scales = __builtin_convertvector((both << 24) >> 24, Floats), zeros = __builtin_convertvector((both << 16) >> 24, Floats);
@@ -47,20 +44,40 @@ inline void read_pairs(Format format, int columns, const std::uint8_t *from, std
 inline int blocks_of(const Linear &call) { return (call.out + call.block - 1) / call.block; }
 
 // Scales and zeros of a group, for LANES outputs from `output` on.
-inline void pairs_of(const Linear &call, int group, int output, Floats &scales, Floats &zeros) {
+inline void pairs_of(const Linear &call, Format format, int group, int output, Floats &scales, Floats &zeros) {
     const std::int64_t padded = std::int64_t(blocks_of(call)) * call.block;
-    read_pairs(call.pair_format, call.columns, call.pairs, group * padded + output, scales, zeros);
+    read_pairs(format, call.columns, call.pairs, group * padded + output, scales, zeros);
     if (!call.supers) return;
     Floats scale, zero;
     read_pairs(Format::float16, call.columns, call.supers, group * call.group / SUPER * padded + output, scale, zero);
     scales *= scale, zeros *= zero;
+}
+inline void pairs_of(const Linear &call, int group, int output, Floats &scales, Floats &zeros) {
+    pairs_of(call, call.pair_format, group, output, scales, zeros);
 }
 // The zeros of codes of 4 bits from which 8 is subtracted, as the kernels below do it.
 inline void shift_zeros(const Linear &call, Floats scales, Floats &zeros) {
     if (call.middle != 8) zeros += scales * float(8 - call.middle);
 }
 
-// The common parts of both kernels below: inputs and their sums by group, in float32, and the loop over blocks.
+// The results of a token from `row` on, at most `most` and all that are left. `sums` may change.
+inline void put_results(const Linear &call, int row, int token, float *sums, int most) {
+    const int count = std::min(most, call.out - row);
+    const std::int64_t bytes = call.float_format == Format::float32 ? 4 : 2, at = (std::int64_t(token) * call.out + row) * bytes;
+    float others[64];
+    const auto add = [&](const std::uint8_t *from) {
+        read_row(call.float_format, from, count, others);
+        for (int n = 0; n < count; ++n) sums[n] += others[n];
+    };
+    if (call.bias) add(call.bias + row * bytes);
+    put_row(call.float_format, call.result + at, sums, count);
+    if (!call.added) return;
+    read_row(call.float_format, call.result + at, count, sums);
+    add(call.added + at);
+    put_row(call.float_format, call.result + at, sums, count);
+}
+
+// The common parts of all kernels below: inputs and their sums by group, in float32, and the loop over blocks.
 template <Format F>
 class Grouped {
     static constexpr int BYTES = F == Format::float32 ? 4 : 2;
@@ -137,8 +154,7 @@ class GroupLinear {
             const std::uint8_t *codes = shared.codes(block) + std::int64_t(g) * call.group * ROW_BYTES;
             for (int chunk = 0; chunk < CHUNKS; chunk += STEP) add_group<T, STEP>(codes, block, token, g, chunk, results);
         }
-        for (int t = 0; t < T; ++t)
-            for (int n = 0; n < BLOCK && block * BLOCK + n < call.out; ++n) put_result(call, block * BLOCK + n, token + t, results[t][n]);
+        for (int t = 0; t < T; ++t) put_results(call, block * BLOCK, token + t, results[t], BLOCK);
     }
 
   private:
@@ -184,15 +200,18 @@ class GroupLinear {
     }
 };
 
+#include "linear_digits.hpp"
+
 #if defined(__AVX512BF16__)
-// Codes in pairs of bfloat16, in which they are exact, times inputs in as many parts of bfloat16 as make them exact.
+// Codes in pairs of bfloat16, in which they are exact, times inputs of float16 or float32 in as many parts of bfloat16 as
+// make them exact.
 //
 // Of four inputs k, words of the rows of codes k and k + 2, and of k + 1 and k + 3, are interleaved: a lane then has
 // two inputs of the same outputs, and each of its nibbles two inputs of one output. Lanes 0 to 7 of a sum are of the
 // even inputs and the others of the odd ones.
 template <Format F>
 class NibblePairs {
-    static constexpr int BLOCK = 64, PARTS = F == Format::bfloat16 ? 1 : F == Format::float16 ? 2 : 3;
+    static constexpr int BLOCK = 64, PARTS = F == Format::float16 ? 2 : 3;
     static constexpr int SUMS = 8;          // vectors of sums of one token
     // Bytes of codes that are asked for before they are read: into the nearest cache, and into the next one.
     static constexpr int SOON = 512, LATER = 8192;
@@ -327,12 +346,20 @@ class NibblePairs {
 
 template <Format F>
 inline void linear_groups(const Linear &call, float *scratch) {
-    if (call.format == Format::int8) return GroupLinear<F, Format::int8, 64>(call, scratch).run();
-#if defined(__AVX512BF16__)
-    if (call.block == 64) return NibblePairs<F>(call, scratch).run();
+#if defined(__AVX512VNNI__)
+    if (F == Format::bfloat16 && call.format == Format::int8) return DigitGroups<Format::int8, 64>(call, scratch).run();
 #endif
-    if (call.block == 64) return GroupLinear<F, Format::int4, 64>(call, scratch).run();
-    GroupLinear<F, Format::int4, 32>(call, scratch).run();
+    if (call.format == Format::int8) return GroupLinear<F, Format::int8, 64>(call, scratch).run();
+    if constexpr (F == Format::bfloat16) {
+        if (call.block == 64) return DigitGroups<Format::int4, 64>(call, scratch).run();
+        return DigitGroups<Format::int4, 32>(call, scratch).run();
+    } else {
+#if defined(__AVX512BF16__)
+        if (call.block == 64) return NibblePairs<F>(call, scratch).run();
+#endif
+        if (call.block == 64) return GroupLinear<F, Format::int4, 64>(call, scratch).run();
+        GroupLinear<F, Format::int4, 32>(call, scratch).run();
+    }
 }
 
 // Decodes the codes of one block's outputs, into rows of `call.in` numbers.
