@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Callable
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -253,12 +254,27 @@ def test_the_time_decides_how_many_texts_are_read(
     assert (again.out, again.err) == (ran.out, f"{start}: less than a minute. Results go to {output}\n")
 
 
+def test_texts_that_the_time_does_not_allow_are_left_out_as_it_passes(
+    run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, output = tmp_path / "my.txt", tmp_path / "r.jsonl"
+    text.write_text(novel()[:1500])
+    lists = ("--policies", "recent,key_diff", "--store", "plain", "--length", "160", "-o", str(output))
+    monkeypatch.setattr(TuneRunner, "_cell_s", lambda *_: 1.0)
+    # The first text takes 200 s: 6 cells. Three more would take 600 s, and two more take the 400 s that are left.
+    clock = iter([0.0, 200.0, 400.0, 600.0])
+    monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    ran = run("tune", MODEL, "-f", str(text), "--bytes", "330KiB", "--dtype", "float32", *lists, "--samples", "4")
+    assert ran.code == 0
+    assert len(output.read_text().splitlines()) == 1 + 3 * 6
+
+
 def test_the_speed_is_that_of_a_text_of_each_task(
     run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = tmp_path / "my.txt"
     text.write_text(novel()[:9000])
-    clock = iter([0.0, 3.0, 10.0, 14.0])
+    clock = chain([0.0, 3.0, 10.0, 14.0], repeat(14.0))
     monkeypatch.setattr(tune, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(TuneRunner, "measured", Mock(return_value=[]))
     lists = ("--policies", "recent,key_diff", "--store", "plain", "--length", "1024", "-o", str(tmp_path / "r.jsonl"))

@@ -432,6 +432,7 @@ class Tuning(Sweep):
 
     def __init__(self, options: TuneOptions, note: Callable[[str], None], executor: Executor | None = None) -> None:
         """As `Sweep`, with as many texts as the time allows. Raises: UsageError where it allows none."""
+        self._started, self._minutes = time.perf_counter(), options.minutes
         executor = executor or options.runner()
         plan = executor.plan
         assert isinstance(plan, TunePlan)
@@ -448,7 +449,7 @@ class Tuning(Sweep):
                 f"than --minutes {options.minutes:g}. Raise it, or lower --bytes, --length or the number of candidates"
             )
         super().__init__(options, note, executor)
-        self.grid = replace(self.grid, samples=samples)
+        self.grid, self._texts = replace(self.grid, samples=samples), samples
         self._cells = self.grid.cells
 
     @property
@@ -458,7 +459,9 @@ class Tuning(Sweep):
 
     def _rounds(self) -> Iterator[Sequence[Cell]]:
         left: Sequence[Settings] = candidates_of(self.grid)
-        for before, count, size in self._sizes():
+        done, number = self.counts[0], 0
+        while number < len(self._sizes()):
+            before, count, size = self._sizes()[number]
             if before:
                 left = [each.settings for each in ranked(left, self.cases, before)][:size]
             yield [
@@ -466,6 +469,17 @@ class Tuning(Sweep):
                 for cell in self._cells
                 if before <= cell.spec.number < count and (cell.settings in left or cell.settings == self._full)
             ]
+            self._shorten(self.counts[0] - done, count)
+            number += 1
+
+    def _shorten(self, measured: int, least: int) -> None:
+        """Leave out the last texts, down to `least`, that the time does not allow, by the cells measured so far."""
+        spent = time.perf_counter() - self._started
+        while self._texts > least and measured:
+            left = self._total() - self.counts[0]
+            if spent + left * spent / measured <= 60 * self._minutes:
+                return
+            self._texts -= 1
 
     def _total(self) -> int:
         return cells_of(self._sizes(), self._full is not None) * len(self.grid.tasks)
@@ -474,7 +488,8 @@ class Tuning(Sweep):
         return f"{cell.settings.labels['policy'].partition('(')[0]} {cell.spec.label}"
 
     def _sizes(self) -> list[tuple[int, int, int]]:
-        return rounds_of(len(candidates_of(self.grid)), self.grid.samples)
+        rounds = rounds_of(len(candidates_of(self.grid)), self.grid.samples)
+        return [(before, min(count, self._texts), size) for before, count, size in rounds if before < self._texts]
 
     @property
     def _full(self) -> Settings | None:
