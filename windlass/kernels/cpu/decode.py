@@ -1,7 +1,11 @@
 """A decode step of a layer, and a decoder layer for few tokens, in C++."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from statistics import median
+from time import perf_counter
 from typing import Final, NamedTuple, final
 
 import torch
@@ -180,6 +184,58 @@ def _recall(store: RecallSlots) -> "_native.RecallArguments":
     )
 
 
+TRIAL: Final = 4  # steps by which a number of threads is judged
+PAUSES: Final = (64, 512)  # steps between trials, at first and at most
+
+
+@final
+class ThreadChoice:
+    """The number of threads of a decoder's steps, by which the latest steps were fastest.
+
+    Threads meet after each matrix. In a small model, or beside a busy program, that takes longer than a second thread
+    saves. The number changes no bit of a result.
+    """
+
+    def __init__(self) -> None:
+        self._most = self._threads = self._best = 1
+        self._fastest, self._found = inf, 1  # in this trial
+        self._taken: list[float] = []  # seconds of the steps with these threads
+        self._left, self._pause = 0, PAUSES[0]  # steps until the next trial, and from that one to another
+
+    def of(self, most: int) -> int:
+        """The threads of the next step, `most` at most."""
+        if most != self._most:
+            self._most, self._best, self._pause = most, most, PAUSES[0]
+            self._begin()
+        return self._threads
+
+    def took(self, seconds: float) -> None:
+        """Note the time of a step. A trial goes from the most threads to half as many, as long as that is faster."""
+        if self._most == 1:
+            return
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._begin()
+            return
+        self._taken.append(seconds)
+        if len(self._taken) < TRIAL:
+            return
+        own, self._taken = median(self._taken), []
+        is_faster = own < self._fastest
+        if is_faster:
+            self._fastest, self._found = own, self._threads
+        if is_faster and self._threads > 1:
+            self._threads //= 2
+            return
+        self._pause = min(2 * self._pause, PAUSES[1]) if self._found == self._best else PAUSES[0]
+        self._threads = self._best = self._found
+        self._left = self._pause
+
+    def _begin(self) -> None:
+        self._threads, self._fastest, self._taken, self._left = self._most, inf, [], 0
+
+
 @final
 class FewTokens:
     """`reference_layer` for the same layer, pass after pass, for up to MAX_ROWS tokens, all rows counted.
@@ -191,6 +247,7 @@ class FewTokens:
     def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
         scales = [None if each.scales is None else each.scales.contiguous() for each in layer.linears]
         self._kept = scales  # the compiled module reads their memory
+        self.threads = defaultdict[int, ThreadChoice](ThreadChoice)  # by the number of rows
         self.head_dim = layer.head_dim
         self.heads = [each.out_features // layer.head_dim for each in (layer.query, layer.key, layer.value)]
         linears = zip(layer.linears, scales, strict=True)
@@ -331,8 +388,10 @@ class DecoderSteps:
     def step(self, token: TokenInput, memory: StepMemory, released: Sequence[StepMemory]) -> Hidden:
         """Take a step. Returns the last layer's output. Slots that `released` steps evicted are free afterwards."""
         result = torch.empty_like(token.hidden)
-        given = _token_arguments(token, result.data_ptr())
-        self._native.step(given, memory.addresses, _released(released), torch.get_num_threads())
+        given, choice = _token_arguments(token, result.data_ptr()), self._layers[0].layer.threads[self._batch]
+        threads, started = choice.of(torch.get_num_threads()), perf_counter()
+        self._native.step(given, memory.addresses, _released(released), threads)
+        choice.took(perf_counter() - started)
         return result
 
     def take_back(self, token: TokenInput, memory: StepMemory, released: Sequence[StepMemory]) -> None:

@@ -1,0 +1,82 @@
+"""The number of threads of decode steps: which is chosen, and that no bit depends on it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import windlass
+from windlass import KVCache, kernels
+from windlass.testing import tiny_model
+
+if not kernels.has_linear("cpu"):
+    pytest.skip("no kernel for linear layers on this CPU", allow_module_level=True)
+
+from windlass.kernels.cpu.decode import PAUSES, TRIAL, ThreadChoice
+
+
+def chosen(choice: ThreadChoice, steps: int, most: int, seconds: Callable[[int], float]) -> list[int]:
+    """The threads of so many steps, of which each takes so many seconds by its threads."""
+    found = []
+    for _ in range(steps):
+        found.append(choice.of(most))
+        choice.took(seconds(found[-1]))
+    return found
+
+
+def test_more_threads_stay_where_they_are_faster() -> None:
+    choice = ThreadChoice()
+    found = chosen(choice, 2 * TRIAL + 2 * PAUSES[0], 8, lambda threads: 1 / threads)
+    assert found[: 2 * TRIAL] == [8] * TRIAL + [4] * TRIAL
+    assert set(found[2 * TRIAL :]) == {8}
+    assert chosen(choice, 2 * TRIAL, 8, lambda threads: 1 / threads) == [8] * TRIAL + [4] * TRIAL
+
+
+def test_fewer_threads_are_taken_as_long_as_they_are_faster() -> None:
+    choice = ThreadChoice()
+    seconds = {6: 5.0, 3: 4.0, 1: 3.0}
+    found = chosen(choice, 3 * TRIAL + PAUSES[0], 6, seconds.__getitem__)
+    assert found == [6] * TRIAL + [3] * TRIAL + [1] * (TRIAL + PAUSES[0])
+    assert choice.of(6) == 6  # another trial
+
+
+def test_a_neighbour_that_comes_or_goes_is_seen_in_a_later_trial() -> None:
+    choice = ThreadChoice()
+    alone, beside = {2: 1.0, 1: 1.8}, {2: 6.0, 1: 2.0}
+    assert chosen(choice, 200, 2, alone.__getitem__)[-1] == 2
+    busy = chosen(choice, PAUSES[1] + 2 * TRIAL, 2, beside.__getitem__)
+    assert busy[-1] == 1
+    assert chosen(choice, PAUSES[1] + 2 * TRIAL, 2, alone.__getitem__)[-1] == 2
+
+
+def test_a_slow_step_decides_nothing_by_itself() -> None:
+    choice = ThreadChoice()
+    times = iter([1.0, 50.0, 1.0, 1.0, 1.8, 1.8, 1.8, 1.8])
+    assert chosen(choice, 8, 2, lambda _: next(times)) == [2] * TRIAL + [1] * TRIAL
+    assert choice.of(2) == 2
+
+
+def test_another_limit_begins_anew() -> None:
+    choice = ThreadChoice()
+    assert chosen(choice, 100, 2, {2: 1.0, 1: 0.5}.__getitem__)[-1] == 1
+    assert choice.of(4) == 4
+    assert chosen(choice, 50, 1, {1: 1.0}.__getitem__) == [1] * 50
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": 24}, {"budget": 24, "recall": 16, "store": "int4"}], ids=str)
+def test_no_bit_depends_on_the_threads_of_a_step(options: dict[str, Any]) -> None:
+    model, before = windlass.attach(tiny_model("llama").to(torch.bfloat16)), torch.get_num_threads()
+    ids = torch.randint(0, 90, (1, 70), generator=torch.Generator().manual_seed(3))
+    read = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(1)
+        cache = KVCache(model, chunk=8, **options)
+        with torch.no_grad():
+            model(ids[:, :40], past_key_values=cache)
+            torch.set_num_threads(threads)
+            steps = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(40, 70)]
+        read.append(torch.cat(steps))
+    torch.set_num_threads(before)
+    assert torch.equal(read[0], read[1])
+    assert torch.equal(read[0], read[2])
