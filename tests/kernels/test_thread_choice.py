@@ -66,7 +66,8 @@ def test_another_limit_begins_anew() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"budget": 24}, {"budget": 24, "recall": 16, "store": "int4"}], ids=str)
 def test_no_bit_depends_on_the_threads_of_a_step(options: dict[str, Any]) -> None:
-    model, before = windlass.attach(tiny_model("llama").to(torch.bfloat16)), torch.get_num_threads()
+    model, before = tiny_model("llama"), torch.get_num_threads()
+    windlass.attach(model.bfloat16())
     ids = torch.randint(0, 90, (1, 70), generator=torch.Generator().manual_seed(3))
     read = []
     for threads in (1, 2, 3):
