@@ -28,32 +28,35 @@ def chosen(choice: ThreadChoice, steps: int, most: int, seconds: Callable[[int],
 def test_more_threads_stay_where_they_are_faster() -> None:
     choice = ThreadChoice()
     found = chosen(choice, 2 * TRIAL + 2 * PAUSES[0], 8, lambda threads: 1 / threads)
-    assert found[: 2 * TRIAL] == [8] * TRIAL + [4] * TRIAL
+    assert found[: 2 * TRIAL] == [8, 4] * TRIAL
     assert set(found[2 * TRIAL :]) == {8}
-    assert chosen(choice, 2 * TRIAL, 8, lambda threads: 1 / threads) == [8] * TRIAL + [4] * TRIAL
+    assert chosen(choice, 2 * TRIAL, 8, lambda threads: 1 / threads) == [8, 4] * TRIAL
 
 
 def test_fewer_threads_are_taken_as_long_as_they_are_faster() -> None:
     choice = ThreadChoice()
     seconds = {6: 5.0, 3: 4.0, 1: 3.0}
-    found = chosen(choice, 3 * TRIAL + PAUSES[0], 6, seconds.__getitem__)
-    assert found == [6] * TRIAL + [3] * TRIAL + [1] * (TRIAL + PAUSES[0])
+    found = chosen(choice, 4 * TRIAL + PAUSES[0], 6, seconds.__getitem__)
+    assert found == [6, 3] * TRIAL + [3, 1] * TRIAL + [1] * PAUSES[0]
     assert choice.of(6) == 6  # another trial
 
 
 def test_a_neighbour_that_comes_or_goes_is_seen_in_a_later_trial() -> None:
     choice = ThreadChoice()
-    alone, beside = {2: 1.0, 1: 1.8}, {2: 6.0, 1: 2.0}
+    alone, beside = {2: 1.0, 1: 1.8}, {2: 2.5, 1: 2.0}
     assert chosen(choice, 200, 2, alone.__getitem__)[-1] == 2
-    busy = chosen(choice, PAUSES[1] + 2 * TRIAL, 2, beside.__getitem__)
-    assert busy[-1] == 1
+    assert chosen(choice, PAUSES[1] + 2 * TRIAL, 2, beside.__getitem__)[-1] == 1
     assert chosen(choice, PAUSES[1] + 2 * TRIAL, 2, alone.__getitem__)[-1] == 2
+
+
+def test_one_step_decides_where_threads_wait_for_each_other() -> None:
+    assert chosen(ThreadChoice(), 5, 2, {2: 5000.0, 1: 25.0}.__getitem__) == [2, 1, 1, 1, 1]
 
 
 def test_a_slow_step_decides_nothing_by_itself() -> None:
     choice = ThreadChoice()
-    times = iter([1.0, 50.0, 1.0, 1.0, 1.8, 1.8, 1.8, 1.8])
-    assert chosen(choice, 8, 2, lambda _: next(times)) == [2] * TRIAL + [1] * TRIAL
+    times = iter([1.0, 1.8, 2.9, 1.8, 1.0, 1.8, 1.0, 1.8])
+    assert chosen(choice, 8, 2, lambda _: next(times)) == [2, 1] * TRIAL
     assert choice.of(2) == 2
 
 

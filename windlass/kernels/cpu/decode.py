@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from statistics import median
 from time import perf_counter
 from typing import Final, NamedTuple, final
@@ -185,6 +184,7 @@ def _recall(store: RecallSlots) -> "_native.RecallArguments":
 
 
 TRIAL: Final = 4  # steps by which a number of threads is judged
+CLEAR: Final = 3.0  # ratio of two times that decides at once
 PAUSES: Final = (64, 512)  # steps between trials, at first and at most
 
 
@@ -192,48 +192,55 @@ PAUSES: Final = (64, 512)  # steps between trials, at first and at most
 class ThreadChoice:
     """The number of threads of a decoder's steps, by which the latest steps were fastest.
 
-    Threads meet after each matrix. In a small model, or beside a busy program, that takes longer than a second thread
-    saves. The number changes no bit of a result.
+    Threads meet after each matrix. In a small model that takes longer than a second thread saves, and on a busy machine
+    a hundred times as long as the step. The number changes no bit of a result.
     """
 
     def __init__(self) -> None:
-        self._most = self._threads = self._best = 1
-        self._fastest, self._found = inf, 1  # in this trial
-        self._taken: list[float] = []  # seconds of the steps with these threads
+        self._most = self._best = self._more = 1
+        self._taken: tuple[list[float], list[float]] = [], []  # seconds with more threads and with half as many
         self._left, self._pause = 0, PAUSES[0]  # steps until the next trial, and from that one to another
 
     def of(self, most: int) -> int:
         """The threads of the next step, `most` at most."""
         if most != self._most:
-            self._most, self._best, self._pause = most, most, PAUSES[0]
-            self._begin()
-        return self._threads
+            self._most = self._best = most
+            self._pause = PAUSES[0]
+            self._compare(most)
+        if self._left or most == 1:
+            return self._best
+        more, fewer = self._taken
+        return self._more if len(more) == len(fewer) else self._more // 2
 
     def took(self, seconds: float) -> None:
-        """Note the time of a step. A trial goes from the most threads to half as many, as long as that is faster."""
+        """Note the time of a step.
+
+        In a trial, steps with more threads and with half as many take turns. It begins with the most threads, and goes
+        on with fewer as long as these are faster.
+        """
         if self._most == 1:
             return
         if self._left:
             self._left -= 1
             if not self._left:
-                self._begin()
+                self._compare(self._most)
             return
-        self._taken.append(seconds)
-        if len(self._taken) < TRIAL:
+        more, fewer = self._taken
+        (more if len(more) == len(fewer) else fewer).append(seconds)
+        if len(more) > len(fewer):
             return
-        own, self._taken = median(self._taken), []
-        is_faster = own < self._fastest
-        if is_faster:
-            self._fastest, self._found = own, self._threads
-        if is_faster and self._threads > 1:
-            self._threads //= 2
+        ratio = median(more) / median(fewer)
+        if len(more) < TRIAL and 1 / CLEAR < ratio < CLEAR:
             return
-        self._pause = min(2 * self._pause, PAUSES[1]) if self._found == self._best else PAUSES[0]
-        self._threads = self._best = self._found
-        self._left = self._pause
+        if ratio > 1 and self._more // 2 > 1:
+            self._compare(self._more // 2)
+            return
+        best = self._more // 2 if ratio > 1 else self._more
+        self._pause = min(2 * self._pause, PAUSES[1]) if best == self._best else PAUSES[0]
+        self._best, self._left = best, self._pause
 
-    def _begin(self) -> None:
-        self._threads, self._fastest, self._taken, self._left = self._most, inf, [], 0
+    def _compare(self, more: int) -> None:
+        self._more, self._taken, self._left = more, ([], []), 0
 
 
 @final
