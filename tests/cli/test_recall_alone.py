@@ -102,6 +102,8 @@ def test_more_than_half(tokens: int, said: str | None) -> None:
     cache = Mock(spec=windlass.KVCache, tokens_seen=[3, tokens], budget=40, options=CacheOptions(budget=40))
     line = eviction_cost(cache)
     assert line is None if said is None else line is not None and line.startswith(said)
+    cache.options = CacheOptions(budget=40, shares=windlass.Shares([[1.5], [0.5]]))
+    assert eviction_cost(cache) is None
 
 
 def test_a_chat_that_grows_tells_once_when_it_is_more_than_half(
