@@ -27,11 +27,11 @@ from windlass.cache.options import CacheOptions
 from windlass.core.step import PROMPT
 from windlass.engine import prefill
 from windlass.engine.prefix_cache import EntrySelector, key_of
-from windlass.engine.request import EngineLimits, Failure, Finish, Piece, Reuse
+from windlass.engine.request import EXACT, PREFIX, EngineLimits, Failure, Finish, Piece, Reuse
 from windlass.engine.scheduler import Scheduler
 
 WIDE, PLENTY = 400, 1 << 28  # a budget above all tokens of a conversation, and memory for any
-LOOSE = Reuse(is_exact=False)
+LOOSE = Reuse(mode=PREFIX)
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_a_turn_that_is_exact_reads_answers_again(
         with running(model, tokenizer, kinds=[(2, own)], reuse_bytes=reuse_bytes) as engine:
             talk, found = Conversation(engine, own), []
             for new, is_exact in zip(turns, exact, strict=True):
-                talk._given["reuse"] = Reuse(is_exact=is_exact)
+                talk._given["reuse"] = Reuse(mode=EXACT if is_exact else PREFIX)
                 found.append((talk.turn(new), talk.usages[-1].cached))
             return found
 
@@ -181,7 +181,7 @@ def test_two_branches_of_one_beginning(
     """Neither costs the other what it has, whoever comes first, and both are what they are alone."""
     model, own = attached_model("llama"), options_of(budget=budget)
     first, one, other, last = rows_of(text, 30, 14, 15, 4)
-    reuse = Reuse(is_exact=is_exact)
+    reuse = Reuse(mode=EXACT if is_exact else PREFIX)
     with running(model, tokenizer, kinds=[(3, own)], reuse_bytes=PLENTY) as engine:
 
         def asked(ids: list[int], *ends: int) -> tuple[list[int], int]:
@@ -260,7 +260,7 @@ def test_a_text_that_was_cancelled_is_kept(
         assert events[-1].usage.cached > 100
 
 
-@pytest.mark.parametrize("other", [{"tenant": "b"}, {"reuse": Reuse(name="b", is_exact=False)}], ids=["tenant", "name"])
+@pytest.mark.parametrize("other", [{"tenant": "b"}, {"reuse": Reuse(name="b", mode=PREFIX)}], ids=["tenant", "name"])
 def test_who_may_not_share_does_not(
     attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, other: dict[str, Any]
 ) -> None:

@@ -73,6 +73,15 @@ Reuse = Annotated[
         help="Memory for cached prefixes of prompts, as 64MiB. Each prefix is then read once.",
     ),
 ]
+ReuseModeText = Annotated[
+    str,
+    Option(
+        "--reuse-mode",
+        metavar="MODE",
+        help="Cached tokens that requests use: exact (same bits), prefix (also answers), edited (also tokens behind an "
+        "edit, moved). edited(16) reads 16 tokens behind each edit again.",
+    ),
+]
 ReuseFolder = Annotated[
     Path | None,
     Option("--reuse-folder", metavar="DIR", help="Also save cached prefixes in this folder, for the next server."),
@@ -113,6 +122,7 @@ class ServeArguments:
     max_prompt: MostPrompt = 1_000_000
     max_seconds: MostSeconds = None
     reuse: Reuse = None
+    reuse_mode: ReuseModeText = "prefix"
     stop_seconds: StopSeconds = 10.0
     is_shown: IsShown = False
     reuse_folder: ReuseFolder = None
@@ -192,7 +202,7 @@ def check_replicas(asked: ServeArguments, is_parallel: bool) -> None:
 def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "ServeOptions":
     """Return the options of the server. Raises: UsageError for an option that cannot be honoured."""
     from windlass.cli.session import cache_options, kinds_of
-    from windlass.engine.request import EngineLimits
+    from windlass.engine.request import EngineLimits, ReuseMode
     from windlass.hf.model_facts import shown_name
     from windlass.serve.run import ServeOptions
 
@@ -212,6 +222,7 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "Serve
         keys=tuple(asked.keys or ()),
         stop_seconds=asked.stop_seconds,
         reuse_bytes=0 if asked.reuse is None else parse_bytes("--reuse", asked.reuse),
+        reuse=ReuseMode.of(asked.reuse_mode),
         is_shown=asked.is_shown,
         kinds=kinds,
         reuse_folder=asked.reuse_folder,

@@ -285,6 +285,7 @@ class ActiveRequest(RowSource):
         self.cached, self.recomputed = self.reader.cached, 0
         self._snapshots, self._may_be_kept = snapshots, self.reader.may_be_kept and ticket.request.reuse.store
         self._passes, self._holds_all = self.reader.passes, 0
+        self._moved, self._sound = self.reader.moved, self.reader.sound
         self._finish: Finish | None = None
         heads = lane.cache.heads
         self.writer = Writer(ticket.request, tokenizer, lane.cache.device, None if heads is None else heads.ranks)
@@ -355,8 +356,10 @@ class ActiveRequest(RowSource):
         passes, most = self._passes, self._holds_all
         if self.reader is not None:
             passes, most = self.reader.passes, holds_all(self.reader.cache)
+        if not tokens:
+            return None
         is_all = len(tokens) <= most
-        return CacheEntry(key, tokens, self.cache, 0, passes, row=self.index, holds_all=is_all) if tokens else None
+        return CacheEntry(key, tokens, self.cache, 0, passes, row=self.index, holds_all=is_all, sound=self._sound)
 
     def close(self) -> None:
         """Release the memory reserved for the rest of its prompt."""
@@ -392,6 +395,7 @@ class ActiveRequest(RowSource):
             recalled=recalled,
             bytes=size,
             recomputed=self.recomputed,
+            moved=self._moved,
         )
 
     def status(self, size: int) -> RowStatus:

@@ -8,7 +8,7 @@ from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.parse import AUTO
 from windlass.engine.recompute import recompute_of
-from windlass.engine.request import Grammar, PromptParts, Request, Reuse
+from windlass.engine.request import Grammar, PromptParts, Request, Reuse, ReuseMode
 from windlass.engine.scheduler import Service
 from windlass.engine.sequence import is_alike
 from windlass.engine.text import Stops
@@ -121,11 +121,12 @@ def top_logprobs_of(body: ChatRequest | CompletionRequest) -> int | None:
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """Makes requests of the engine. `most_texts`: of one HTTP request."""
+    """Makes requests of the engine. `most_texts`: of one HTTP request. `reuse`: the mode of one that names none."""
 
     service: Service
     words: PromptTokenizer
     most_texts: int
+    reuse: ReuseMode
 
     def built(
         self,
@@ -167,7 +168,7 @@ class RequestBuilder:
                     lookup=body.cache.lookup,
                     store=body.cache.store,
                     name=body.cache.name,
-                    is_exact=body.cache.exact,
+                    mode=self._mode(body.cache.reuse),
                 ),
                 parts=parts_of(body.chunks, prompt),
                 ends=prompt.ends,
@@ -194,6 +195,12 @@ class RequestBuilder:
             self.words.check("prompt", prompt.ids)
             if not prompt.ids:
                 raise ApiError(400, "the prompt is empty. Give at least one token", "prompt", "invalid_value")
+
+    def _mode(self, spec: str | None) -> ReuseMode:
+        try:
+            return self.reuse if spec is None else ReuseMode.of(spec)
+        except UsageError as error:
+            raise BadField("cache.reuse", f"cannot be honoured: {error}") from error
 
     def _stops(self, body: TextRequest) -> Stops:
         try:
