@@ -1,0 +1,247 @@
+"""Edited histories of agents and chats: tokens that are read again, and the distance to a prompt read anew.
+
+    python -m tests.helpers.replay scripts MODEL TEXT... [--count 1000]    # generated tool loops, tokens alone
+    python -m tests.helpers.replay distance MODEL TEXT... [--count 20]     # with the model
+
+TEXT are files of prose. Each prints JSON lines.
+"""
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from windlass.cache.options import CacheOptions
+from windlass.core.step import PROMPT
+from windlass.engine.prefill import Reader, feed
+from windlass.engine.prefix_cache import PrefixCache, Snapshots
+from windlass.engine.recompute import Alignment, EditPlan, shared
+from windlass.engine.request import PREFIX, Request, Reuse, ReuseMode
+from windlass.engine.text import Stops
+from windlass.hf.load import load
+
+HABITS: Final = ("thoughts", "reminder", "pruned", "early word", "hash", "branch", "retry", "plain")
+FURTHER: Final = 64  # tokens whose predictions are compared
+SINKS: Final = 4
+OPENING: Final = "<|im_start|>assistant\n"
+IN_CHUNKS: Final = "anew in other chunks"
+OPTIONS: Final = CacheOptions(budget=8192, policy="key_diff", rollback=0)
+Ids = tuple[int, ...]
+Words = Callable[[int], str]
+
+
+@dataclass
+class Message:
+    """A message of a conversation. A `thought` stands before its text until it is stripped."""
+
+    role: str
+    text: str
+    thought: str = ""
+
+    def __str__(self) -> str:
+        inside = f"<think>{self.thought}</think>\n" * bool(self.thought) + self.text
+        return f"<|im_start|>{self.role}\n{inside}<|im_end|>\n"
+
+
+@dataclass
+class Loop:
+    """A tool loop whose client edits its history by one habit before each turn."""
+
+    habit: str
+    words: Words
+    draw: random.Random
+    messages: list[Message] = field(default_factory=list)
+    day: int = 0
+
+    @property
+    def prompt(self) -> str:
+        """What the client sends."""
+        head = f"Request {self.draw.getrandbits(64):x}. " * (self.habit == "hash")
+        system = Message("system", f"{head}Today is day {self.day}. {SYSTEM}")
+        reminder = [Message("user", f"Remember: {SYSTEM[:240]}")] * (self.habit == "reminder")
+        return "".join(map(str, [system, *self.messages, *reminder])) + OPENING
+
+    def turn(self) -> None:
+        """A message of the user or the output of a tool, and the edits that come with it."""
+        old, habit = self.messages, self.habit
+        if habit == "thoughts":
+            old = [Message(each.role, each.text) for each in old]
+        elif habit == "pruned" and len(old) > 4:
+            old = [Message(each.role, "[pruned]") if each.role == "tool" else each for each in old[:-4]] + old[-4:]
+        elif habit == "early word":
+            self.day += self.draw.random() < 0.3
+        elif habit == "branch" and len(old) > 5 and self.draw.random() < 0.3:
+            old = old[: 2 * self.draw.randrange(1, len(old) // 2)]
+        if not (habit == "retry" and old and self.draw.random() < 0.3):
+            role = "tool" if old and self.draw.random() < 0.7 else "user"
+            old = [*old, Message(role, self.words(self.draw.randrange(20, 400 if role == "tool" else 60)))]
+        self.messages = old
+
+    def answer(self) -> str:
+        """The text that the model writes, which then belongs to the history."""
+        thought = self.words(self.draw.randrange(20, 120)) if self.habit == "thoughts" else ""
+        made = Message("assistant", self.words(self.draw.randrange(10, 60)), thought)
+        self.messages = [*self.messages, made]
+        return str(made).removeprefix(OPENING).removesuffix("\n")
+
+
+SYSTEM: Final = "You call tools to do what the user asks. Think before you call one, and say what you have found. " * 6
+
+
+def prose(files: Sequence[Path], draw: random.Random) -> Words:
+    """Successive pieces of the files, from a drawn place on."""
+    words = [word for file in files for word in file.read_text().split()]
+    at = draw.randrange(len(words))
+
+    def taken(count: int) -> str:
+        nonlocal at
+        at = (at + count) % (len(words) - 1000)
+        return " ".join(words[at : at + count])
+
+    return taken
+
+
+def turns(tokenizer: PreTrainedTokenizerBase, loop: Loop, count: int) -> Iterator[tuple[Ids, Ids, int]]:
+    """The tokens of each prompt and answer, and the number of tokens of the prompt's new message."""
+    for number in range(count):
+        before = loop.messages[-1:]
+        loop.turn()
+        prompt, last = tuple(tokenizer(loop.prompt)["input_ids"]), loop.messages[-1]
+        new = 0 if [last] == before else len(tokenizer(f"{last}{OPENING}")["input_ids"])
+        yield prompt, tuple(tokenizer(loop.answer())["input_ids"]), new if number else len(prompt)
+
+
+def scripts(tokenizer: PreTrainedTokenizerBase, files: Sequence[Path], count: int) -> None:
+    """Tokens of all prompts, those that no earlier text of the loop has, and those read with reuse of each mode."""
+    totals: dict[str, dict[str, int]] = {
+        habit: dict.fromkeys(("prompt", "new", "prefix", "edited"), 0) for habit in HABITS
+    }
+    for number in range(count):
+        draw, rows = random.Random(number), list[Ids]()
+        total = totals[HABITS[number % len(HABITS)]]
+        loop = Loop(HABITS[number % len(HABITS)], prose(files, draw), draw)
+        for prompt, answer, new in turns(tokenizer, loop, draw.randrange(5, 41)):
+            alignment, most = Alignment(prompt), len(prompt) - 1
+            prefix = max((min(shared(row, prompt), most) for row in rows), default=0)
+            plans = [EditPlan.of(alignment.to(row), len(prompt), SINKS, 0) for row in rows]
+            total["prompt"] += len(prompt)
+            total["new"] += new
+            total["prefix"] += len(prompt) - prefix
+            total["edited"] += len(prompt) - max([prefix, *(plan.cached for plan in plans)])
+            rows.append(prompt + answer[:-1])
+    for habit, total in totals.items():
+        print(json.dumps({"habit": habit, "scripts": count // len(HABITS), **total}))
+
+
+@torch.no_grad()
+def read(
+    model: PreTrainedModel, prompt: Ids, snapshots: Snapshots, mode: ReuseMode, ends: tuple[int, ...] = ()
+) -> Reader:
+    """A reader that has read a prompt."""
+    request = Request(prompt, OPTIONS, 1, Stops(frozenset()), reuse=Reuse(mode=mode), ends=ends)
+    reader = Reader(model, request, snapshots)
+    while not reader.is_done:
+        reader.read()
+    return reader
+
+
+@torch.no_grad()
+def predictions(model: PreTrainedModel, reader: Reader, further: Ids) -> torch.Tensor:
+    """Log probabilities of the tokens after the prompt, each after those before it."""
+    assert reader.logits is not None
+    logits = feed(model, reader.cache, [list(further[:-1])], [*range(len(further) - 1)], PROMPT)[0]
+    return torch.cat([reader.logits[None], logits]).float().log_softmax(-1)
+
+
+def distance(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, files: Sequence[Path], count: int) -> None:
+    """KL to a prompt read anew and equal first choices, of one edit and of a loop's edits, with windows of 0 and 16."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for number in range(count):
+        for habit, (old, new, further) in edits(tokenizer, files, number).items():
+            measure(model, [old], new, further, found, habit)
+        for habit in ("thoughts", "pruned"):
+            draw = random.Random(number)
+            pairs = [*turns(tokenizer, Loop(habit, prose(files, draw), draw), 8)]
+            rows = [prompt + answer[:-1] for prompt, answer, _ in pairs[:-1]]
+            measure(model, rows, *pairs[-1][:2], found, f"a loop of {len(pairs)} turns, {habit}")
+        for (habit, label), done in found.items():
+            kl = [each for row in done for each in row["kl"]]
+            told = {"kl": statistics.mean(kl), "kl_p99": sorted(kl)[int(0.99 * len(kl))]}
+            told |= {name: statistics.mean(row[name] for row in done) for name in ("equal", "read", "prompt")}
+            if number + 1 == count:
+                print(json.dumps({"edit": habit, "reuse": label, "texts": len(done), **told}))
+
+
+def measure(
+    model: PreTrainedModel,
+    rows: Sequence[Ids],
+    prompt: Ids,
+    further: Ids,
+    found: dict[tuple[str, str], list[dict[str, Any]]],
+    habit: str,
+) -> None:
+    """Read `rows` one after the other, then a prompt, whose predictions are compared with those of one read anew."""
+    fresh = predictions(model, read(model, prompt, Snapshots(PrefixCache(0)), PREFIX), further)
+    for label in (IN_CHUNKS, "edited", "edited(16)"):
+        snapshots = Snapshots(PrefixCache(1 << 33))
+        if label == IN_CHUNKS:
+            reader = read(model, prompt, snapshots, PREFIX, (301, 777))
+        else:
+            for row in rows:
+                snapshots.keep(read(model, row, snapshots, ReuseMode.of(label)).entry)
+            reader = read(model, prompt, snapshots, ReuseMode.of(label))
+        own, count = predictions(model, reader, further), len(prompt) - reader.cached
+        kl = (fresh.exp() * (fresh - own)).sum(-1)
+        equal = float((fresh.argmax(-1) == own.argmax(-1)).float().mean())
+        told = {"kl": kl.tolist(), "equal": equal, "read": count, "prompt": len(prompt)}
+        found.setdefault((habit, label), []).append(told)
+
+
+def edits(tokenizer: PreTrainedTokenizerBase, files: Sequence[Path], number: int) -> dict[str, tuple[Ids, Ids, Ids]]:
+    """A conversation about a novel, its edits, and what follows them."""
+    draw = random.Random(number)
+    words = prose([files[number % len(files)]], draw)
+    system, reminder = Message("system", SYSTEM), Message("user", f"Remember: {words(40)}")
+    said = [Message(role, words(count)) for role, count in (("user", 260), ("assistant", 90), ("user", 280))]
+    said += [Message("assistant", words(80)), Message("user", words(320))]
+    further = tuple(tokenizer(words(FURTHER))["input_ids"][:FURTHER])
+
+    def ids(*messages: Message, is_open: bool = True) -> Ids:
+        text = "".join(map(str, messages)) + OPENING * is_open
+        return tuple(tokenizer(text)["input_ids"])
+
+    changed = Message("system", SYSTEM.replace("tools", "functions", 1))
+    return {
+        "a turn is dropped": (ids(system, *said), ids(system, *said[:1], *said[3:]), further),
+        "an early word is changed": (ids(system, *said), ids(changed, *said), further),
+        "a reminder moves to the end": (
+            ids(system, *said[:2], reminder, is_open=False) + ids(*said[2:]),
+            ids(system, *said, reminder),
+            further,
+        ),
+    }
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("scripts", "distance"))
+    parser.add_argument("model", type=Path, help="folder of a chat model")
+    parser.add_argument("texts", type=Path, nargs="+", help="files of prose")
+    parser.add_argument("--count", type=int, default=20, help="texts, or scripts of all habits together")
+    asked = parser.parse_args()
+    if asked.what == "scripts":
+        scripts(AutoTokenizer.from_pretrained(asked.model), asked.texts, asked.count)
+    else:
+        distance(*load(str(asked.model), "bfloat16"), asked.texts, asked.count)
+
+
+if __name__ == "__main__":
+    main()
