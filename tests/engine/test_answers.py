@@ -24,10 +24,12 @@ from tests.helpers.schedulers import (
 from windlass import KVCache
 from windlass.cache.edits import holds_all
 from windlass.cache.options import CacheOptions
+from windlass.core.errors import UsageError
 from windlass.core.step import PROMPT
 from windlass.engine import prefill
 from windlass.engine.prefix_cache import EntrySelector, key_of
 from windlass.engine.request import EXACT, PREFIX, EngineLimits, Failure, Finish, Piece, Reuse
+from windlass.engine.row_bytes import RowBytes
 from windlass.engine.scheduler import Scheduler
 
 WIDE, PLENTY = 400, 1 << 28  # a budget above all tokens of a conversation, and memory for any
@@ -103,6 +105,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         {"budget": 40, "policy": "h2o", "store": "int8"},
         {"budget": 40, "policy": "snapkv", "store": "int4(sinks=2, newest=5)"},
         {"budget": WIDE, "sinks": "system"},
+        {"budget": 40, "recall": 24},
+        {"budget": WIDE, "recall": 24, "recall_store": "plain"},
     ],
     ids=str,
 )
@@ -352,3 +356,49 @@ def test_a_copy_has_the_first_tokens_of_a_row(attached_model: Models, text: Text
         if tokens < 60:
             torch.testing.assert_close(windlass.prefill(model, ours, [ids[row][tokens:]]), truth)
     assert cache.tokens == ids
+
+
+@pytest.mark.parametrize("budget", [40, WIDE])
+def test_rows_with_recall_stay_within_their_bytes(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, budget: int
+) -> None:
+    """Texts of all lengths beside each other. One that needs more than a row may have is refused by name."""
+    model, own = attached_model("llama"), options_of(budget=budget, recall=24)
+    (size,) = (RowBytes.of(model, own).recalled(tokens) for tokens in (3000,))
+    limits = EngineLimits(recall_bytes=5 * size)  # of three rows, and two prompts under way
+    prompts = rows_of(text, 700, 31, 2990, 14, 160, 5)
+    alone = [chat(model, own, [prompt], 9)[0] for prompt in prompts]
+    with running(model, tokenizer, kinds=[(3, own)], limits=limits, reuse_bytes=PLENTY) as engine:
+        held = bytes_told(engine)
+        tickets = [engine.submit(request_of(prompt, 9, options=own)) for prompt in prompts]
+        assert [tokens_of(ticket) for ticket in tickets] == alone
+        wait_for(lambda: engine.status().free_rows == 3)
+        assert 0 < max(held) <= engine.status().bytes_limit
+        recalled = [lane.cache.recall_bytes for lane in engine._lanes]
+        assert recalled == [0]  # a lane that nobody writes in has given its memory back
+        with pytest.raises(
+            UsageError, match=r"recall=24 keeps all tokens of a text.* gives [\d,]+ to a row\. Lower max_t"
+        ):
+            engine.submit(request_of(prompts[2], 11, options=own))
+
+
+def test_recalled_bytes_never_exceed_those_of_all_rows(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    model, own = attached_model("llama"), options_of(budget=40, recall=24)
+    limits = EngineLimits(recall_bytes=5 * RowBytes.of(model, own).recalled(2000))
+    with running(model, tokenizer, kinds=[(3, own)], limits=limits) as engine:
+        found, told = [0], engine._told
+
+        def noted() -> Any:
+            caches = {id(cache): cache for cache in [engine._lanes[0].cache, *(task.cache for task in engine._tasks)]}
+            found.append(sum(cache.recall_bytes for cache in caches.values()))
+            return told()
+
+        engine._told = noted  # type: ignore[method-assign]
+        tickets = [
+            engine.submit(request_of(prompt, 40, options=own)) for prompt in rows_of(text, 1960, 9, 1200, 1700, 3)
+        ]
+        for ticket in tickets:
+            tokens_of(ticket)
+    assert 0 < max(found) <= limits.recall_bytes

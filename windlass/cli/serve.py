@@ -86,6 +86,14 @@ ReuseFolder = Annotated[
     Path | None,
     Option("--reuse-folder", metavar="DIR", help="Also save cached prefixes in this folder, for the next server."),
 ]
+RecallBytes = Annotated[
+    str,
+    Option(
+        "--recall-bytes",
+        metavar="SIZE",
+        help="Memory, or files in --recall-folder, for evicted tokens that all rows together can recall.",
+    ),
+]
 Disk = Annotated[
     str | None, Option("--disk", metavar="SIZE", help="Maximum size of all files in --reuse-folder (default: 1GiB).")
 ]
@@ -127,6 +135,7 @@ class ServeArguments:
     is_shown: IsShown = False
     reuse_folder: ReuseFolder = None
     disk: Disk = None
+    recall_bytes: RecallBytes = "1GiB"
     replicas: Replicas = None
     ray: RayAddress = None
     origins: Origins = None
@@ -215,7 +224,11 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "Serve
         rows=asked.rows,
         options=options,
         limits=EngineLimits(
-            queue=asked.queue, max_tokens=asked.max_tokens, prompt_tokens=asked.max_prompt, seconds=asked.max_seconds
+            queue=asked.queue,
+            max_tokens=asked.max_tokens,
+            prompt_tokens=asked.max_prompt,
+            seconds=asked.max_seconds,
+            recall_bytes=parse_bytes("--recall-bytes", asked.recall_bytes),
         ),
         host=asked.host,
         port=asked.port,

@@ -90,9 +90,10 @@ class CacheEntry:
     @property
     def most_bytes(self) -> int:
         """The most bytes of a copy, which has free slots only where it cannot do without."""
-        own, slots = self.cache.bytes_held // self.cache.batch_size, max(each.table.slots for each in self.cache.layers)
+        rows, slots = self.cache.batch_size, max(each.table.slots for each in self.cache.layers)
+        own, recalled = self.cache.bytes_held // rows, self.cache.recall_bytes // rows
         own = own * len(self.tokens) // max(slots, 1) + FILE_BYTES if self.holds_all else own
-        return own + (0 if self.logits is None else self.logits.nbytes)
+        return own + recalled + (0 if self.logits is None else self.logits.nbytes)
 
     def usable(self, request: Request) -> int:
         """The number of its first tokens that a prompt can go on from, once the others are cut off."""
@@ -108,9 +109,8 @@ class CacheEntry:
     def covers(self, other: CacheEntry) -> bool:
         """Return True if nobody needs `other` beside this."""
         is_beginning = self.tokens[: len(other.tokens)] == other.tokens
-        is_alike = is_beginning and self.passes[: len(other.passes)] == other.passes
-        is_alike = is_alike and self.read_in_order >= other.read_in_order
-        return is_alike and self.holds_all and other.logits is None and self.key == other.key
+        is_alike = self.passes[: len(other.passes)] == other.passes and self.read_in_order >= other.read_in_order
+        return is_beginning and is_alike and self.holds_all and other.logits is None and self.key == other.key
 
     def first(self, tokens: int) -> CacheEntry:
         """A copy of its first tokens."""
@@ -464,8 +464,9 @@ class DiskTier:
         """The cache of a file. None, and the file is deleted, unless it holds `tokens` with the request's options."""
         path = self._folder / file.name
         try:
-            cache = KVCache.load(path, self._model, policy=request.options.policy)
-            ours, its = (each.labels() | {"rollback": each.rollback} for each in (request.options, cache.options))
+            own = request.options
+            cache = KVCache.load(path, self._model, policy=own.policy, recall_folder=own.recall_folder)
+            ours, its = (each.labels() | {"rollback": each.rollback} for each in (own, cache.options))
             if cache.tokens != [list(tokens)] or its != ours:
                 raise PromptCacheError(f"{path} holds another text, or has other options than its name says")
         except WindlassError as error:
@@ -594,10 +595,9 @@ class Snapshots:
         gaps, least = tuple(plan.gaps), LEAST + max(each.usable(request) for each in rows)
         if plan.cached < least or not takes_edits(row.cache, plan.end, bool(gaps)):
             return None
-        is_moved = _may_move(row, request, plan.cached) and self.kept.take(row)
-        if not is_moved:
+        if not (_may_move(row, request, plan.cached) and self.kept.take(row)):
             self.kept.use(row)
-        row = row if is_moved else row.first(len(row.tokens))
+            row = row.first(len(row.tokens))
         remap(row.cache, plan.moves(len(row.tokens)), plan.end)
         passes, sound = tuple(end for end in row.passes if end <= plan.head), min(plan.head, row.read_in_order)
         entry = replace(row, tokens=prompt[: plan.end], passes=passes, logits=None, sound=sound)
@@ -605,12 +605,17 @@ class Snapshots:
 
     def wanted(self, request: Request) -> frozenset[int]:
         """Lengths of this prompt's prefixes that are to be cached: up to the end of a message, up to the last pass, and
-        up to the last pass that it shares with a cached prompt. A prompt of one pass is cached as a whole."""
-        if self.kept.limit == 0 or request.options.recall or not request.reuse.store:
+        up to the last pass that it shares with a cached prompt. A prompt of one pass is cached as a whole. With recall,
+        where a copy holds the whole text, only the end of the last message counts."""
+        if self.kept.limit == 0 or not request.reuse.store:
             return frozenset()
         prompt, passes, known = request.prompt, request.pass_ends, self._of(request)
         common = max((shared(each.tokens, prompt) for each in known), default=0)
-        ends = {*request.ends, *passes[-2:][:1], *[each for each in passes if each <= common][-1:]}
+        ends = {
+            *request.ends[-1 if request.options.recall else 0 :],
+            *passes[-2:][:1],
+            *[each for each in passes if each <= common][-1:],
+        }
         return frozenset(ends - {len(each.tokens) for each in known if each.usable(request) == len(each.tokens)})
 
     def put(self, row: CacheEntry) -> None:

@@ -300,7 +300,8 @@ class EngineLimits:
 
     `unread_events` of a ticket may wait for `unread_seconds`, after which its request fails. `reading` prompts are read
     in turn. `alone` requests may have other options than the rows have. Each of them has a cache of its own, of at most
-    `alone_bytes`. `seconds`: of a request from its arrival to its end. None: no limit.
+    `alone_bytes`. `recall_bytes`: of the tokens that rows may recall, see `recall_share`. `seconds`: of a request from
+    its arrival to its end. None: no limit.
     """
 
     queue: int = 64
@@ -312,6 +313,7 @@ class EngineLimits:
     reading: int = 2
     alone: int = 1
     alone_bytes: int = 1 << 30
+    recall_bytes: int = 1 << 30
     seconds: float | None = None
 
 

@@ -208,7 +208,8 @@ class Lane:
     def release(self, row: int) -> None:
         """Clear a row that was taken. It is free again."""
         index = self._index.pop(row, None)
-        if index is not None and self._takes_over:
+        has_recalled = self.options.recall > 0 and not self._index  # memory that grew with the texts
+        if index is not None and (self._takes_over or has_recalled):
             self.reset()
         elif index is not None and not self._is_moving:  # else `reset` will
             self.cache.clear_row(index)
@@ -384,7 +385,7 @@ class ActiveRequest(RowSource):
         evicted = max(self.seen - kept, 0)
         recalled = min(cache.options.recall, evicted)
         prompt = len(self.ticket.request.prompt)
-        size = cache.bytes_held // cache.batch_size + cache.recall_bytes
+        size = (cache.bytes_held + cache.recall_bytes) // cache.batch_size
         return Usage(
             prompt=prompt,
             written=self.writer.written,

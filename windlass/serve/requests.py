@@ -18,7 +18,7 @@ from windlass.serve.schema import ChatRequest, CompletionRequest, Recompute, Tex
 
 RECOMPUTE: Final = "first(16)"  # default of a request with chunks
 LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for a completion
-ALONE_MAX_TOKENS: Final = 4096  # default for a text with a cache of its own, whose memory is reserved for them
+RESERVED_MAX_TOKENS: Final = 4096  # default for a text with a cache of its own, or recall: its memory is reserved
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,8 @@ class RequestBuilder:
         self._check(body, prompts)
         options = options_of(body.cache_options, self.service.options, self.service.kinds)
         is_of_rows = any(is_alike(options, kind) for kind in self.service.kinds)
-        default = default_tokens if is_of_rows else min(default_tokens, ALONE_MAX_TOKENS)
+        is_reserved = bool(options.recall) or not is_of_rows
+        default = min(default_tokens, RESERVED_MAX_TOKENS) if is_reserved else default_tokens
         most, has_echo = max_tokens_of(body, self.service.limits.max_tokens, default), _has_echo(body)
         if not most and not has_echo:
             raise BadField("max_tokens", "must be at least 1 (0 is for a completion with echo)")
