@@ -218,6 +218,37 @@ def test_recall_finds_moved_tokens(one_layer: tuple[PreTrainedModel, PreTrainedM
         assert torch.allclose(reader.logits, logits, atol=2e-5), name
 
 
+@pytest.mark.parametrize("recall", [0, 400])
+@pytest.mark.parametrize("window", [0, 5])
+def test_random_sessions(one_layer: tuple[PreTrainedModel, PreTrainedModel], window: int, recall: int) -> None:
+    """Turns, edits, branches and retries, of two users. In one layer each edited text is that of a prompt read anew."""
+    draw, model = random.Random(2 * recall + window), one_layer[1]
+    given = {"budget": 48, "recall": recall, "recall_store": "plain"} if recall else {"budget": WIDE}
+    options = options_of(**given)
+    snapshots, texts, moved = Snapshots(PrefixCache(24 << 20)), dict[str, list[Ids]](a=[], b=[]), 0
+    mode = ReuseMode("edited", window)
+    for _ in range(40):
+        user = draw.choice("ab")
+        ids = list(draw.choice(texts[user])) if texts[user] and draw.random() < 0.9 else []
+        ids = ids or [draw.randrange(90) for _ in range(200)]
+        for _ in range(draw.randrange(4)):
+            start = draw.randrange(len(ids) + 1)
+            cut, put = draw.choice((0, 1, 30)), draw.choice((0, 1, 9, 40))
+            ids[start : start + cut] = [draw.randrange(90) for _ in range(put)]
+        ids = (ids + [draw.randrange(90) for _ in range(draw.randrange(1, 20))])[:350]
+        reader = reader_of(model, ids, snapshots, options=options, tenant=user, reuse=Reuse(mode=mode))
+        fresh = KVCache.from_options(model, options_of(budget=WIDE))
+        logits = feed(model, fresh, [ids], [len(ids) - 1], PROMPT)[0, -1]
+        assert reader.logits is not None
+        assert torch.allclose(reader.logits, logits, atol=5e-5)
+        assert reader.cache.tokens == [ids]
+        snapshots.keep(reader.entry)
+        assert snapshots.kept.bytes <= snapshots.kept.limit
+        texts[user].append(ids)
+        moved += reader.moved
+    assert moved > 1000
+
+
 REFUSED: list[dict[str, Any]] = [
     {"store": "int4(sinks=2, newest=5)"},
     {"policy": "expected_attention"},

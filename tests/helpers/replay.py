@@ -31,7 +31,6 @@ HABITS: Final = ("thoughts", "reminder", "pruned", "early word", "hash", "branch
 FURTHER: Final = 64  # tokens whose predictions are compared
 SINKS: Final = 4
 OPENING: Final = "<|im_start|>assistant\n"
-IN_CHUNKS: Final = "anew in other chunks"
 OPTIONS: Final = CacheOptions(budget=8192, policy="key_diff", rollback=0)
 Ids = tuple[int, ...]
 Words = Callable[[int], str]
@@ -145,7 +144,8 @@ def read(
     model: PreTrainedModel, prompt: Ids, snapshots: Snapshots, mode: ReuseMode, ends: tuple[int, ...] = ()
 ) -> Reader:
     """A reader that has read a prompt."""
-    request = Request(prompt, OPTIONS, 1, Stops(frozenset()), reuse=Reuse(mode=mode), ends=ends)
+    reuse = Reuse(mode=mode, store=False)  # so that no row is moved
+    request = Request(prompt, OPTIONS, 1, Stops(frozenset()), reuse=reuse, ends=ends)
     reader = Reader(model, request, snapshots)
     while not reader.is_done:
         reader.read()
@@ -161,47 +161,58 @@ def predictions(model: PreTrainedModel, reader: Reader, further: Ids) -> torch.T
 
 
 def distance(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, files: Sequence[Path], count: int) -> None:
-    """KL to a prompt read anew and equal first choices, of one edit and of a loop's edits, with windows of 0 and 16."""
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """KL to a prompt read anew and equal first choices, of single edits, and for one text in four of loops.
+
+    The figures so far are printed after each text.
+    """
+    found = Distances(model)
     for number in range(count):
-        for habit, (old, new, further) in edits(tokenizer, files, number).items():
-            measure(model, [old], new, further, found, habit)
-        for habit in ("thoughts", "pruned"):
-            draw = random.Random(number)
-            pairs = [*turns(tokenizer, Loop(habit, prose(files, draw), draw), 8)]
-            rows = [prompt + answer[:-1] for prompt, answer, _ in pairs[:-1]]
-            measure(model, rows, *pairs[-1][:2], found, f"a loop of {len(pairs)} turns, {habit}")
-        for (habit, label), done in found.items():
-            kl = [each for row in done for each in row["kl"]]
-            told = {"kl": statistics.mean(kl), "kl_p99": sorted(kl)[int(0.99 * len(kl))]}
-            told |= {name: statistics.mean(row[name] for row in done) for name in ("equal", "read", "prompt")}
-            if number + 1 == count:
-                print(json.dumps({"edit": habit, "reuse": label, "texts": len(done), **told}))
-
-
-def measure(
-    model: PreTrainedModel,
-    rows: Sequence[Ids],
-    prompt: Ids,
-    further: Ids,
-    found: dict[tuple[str, str], list[dict[str, Any]]],
-    habit: str,
-) -> None:
-    """Read `rows` one after the other, then a prompt, whose predictions are compared with those of one read anew."""
-    fresh = predictions(model, read(model, prompt, Snapshots(PrefixCache(0)), PREFIX), further)
-    for label in (IN_CHUNKS, "edited", "edited(16)"):
         snapshots = Snapshots(PrefixCache(1 << 33))
-        if label == IN_CHUNKS:
-            reader = read(model, prompt, snapshots, PREFIX, (301, 777))
-        else:
-            for row in rows:
-                snapshots.keep(read(model, row, snapshots, ReuseMode.of(label)).entry)
-            reader = read(model, prompt, snapshots, ReuseMode.of(label))
-        own, count = predictions(model, reader, further), len(prompt) - reader.cached
-        kl = (fresh.exp() * (fresh - own)).sum(-1)
-        equal = float((fresh.argmax(-1) == own.argmax(-1)).float().mean())
-        told = {"kl": kl.tolist(), "equal": equal, "read": count, "prompt": len(prompt)}
-        found.setdefault((habit, label), []).append(told)
+        texts = edits(tokenizer, files, number)
+        for old, _, _ in texts.values():
+            snapshots.keep(read(model, old, snapshots, PREFIX).entry)
+        for at, (edit, (_, new, further)) in enumerate(texts.items()):
+            found.add(edit, new, further, dict.fromkeys(("edited", "edited(16)"), snapshots), has_chunks=not at)
+        for habit in ("thoughts", "pruned") if number % 4 == 1 else ():
+            draw = random.Random(number)
+            *before, (prompt, answer, _) = turns(tokenizer, Loop(habit, prose(files, draw), draw), 8)
+            rows = {label: Snapshots(PrefixCache(1 << 33)) for label in ("edited", "edited(16)")}
+            for label, own in rows.items():
+                for row, its, _ in before:
+                    own.keep(read(model, row + its[:-1], own, ReuseMode.of(label)).entry)
+            found.add(f"a loop of 8 turns, {habit}", prompt, answer[:FURTHER], rows)
+        found.show()
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Predictions after edited texts, beside those after a prompt read anew."""
+
+    model: PreTrainedModel
+    found: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def add(self, edit: str, prompt: Ids, further: Ids, rows: dict[str, Snapshots], has_chunks: bool = False) -> None:
+        """Compare predictions of `further` by rows of each mode, and where it `has_chunks` by other passes."""
+        nothing = Snapshots(PrefixCache(0))
+        fresh = predictions(self.model, read(self.model, prompt, nothing, PREFIX), further)
+        readers = {label: read(self.model, prompt, own, ReuseMode.of(label)) for label, own in rows.items()}
+        if has_chunks:
+            readers["anew in other chunks"] = read(self.model, prompt, nothing, PREFIX, (301, 777))
+        for label, reader in readers.items():
+            count, own = len(prompt) - reader.cached, predictions(self.model, reader, further)
+            kl = (fresh.exp() * (fresh - own)).sum(-1).tolist()
+            equal = float((fresh.argmax(-1) == own.argmax(-1)).float().mean())
+            told = {"kl": kl, "equal": equal, "read": count, "prompt": len(prompt)}
+            self.found.setdefault((edit, label), []).append(told)
+
+    def show(self) -> None:
+        """Print a line for each edit and mode."""
+        for (edit, label), rows in self.found.items():
+            kl = sorted(each for row in rows for each in row["kl"])
+            told = {"kl": statistics.mean(kl), "kl_p99": kl[int(0.99 * len(kl))]}
+            told |= {name: statistics.mean(row[name] for row in rows) for name in ("equal", "read", "prompt")}
+            print(json.dumps({"edit": edit, "reuse": label, "texts": len(rows), **told}), flush=True)
 
 
 def edits(tokenizer: PreTrainedTokenizerBase, files: Sequence[Path], number: int) -> dict[str, tuple[Ids, Ids, Ids]]:
