@@ -167,12 +167,12 @@ def distance(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, files: 
     """
     found = Distances(model)
     for number in range(count):
-        snapshots = Snapshots(PrefixCache(1 << 33))
-        texts = edits(tokenizer, files, number)
-        for old, _, _ in texts.values():
-            snapshots.keep(read(model, old, snapshots, PREFIX).entry)
-        for at, (edit, (_, new, further)) in enumerate(texts.items()):
-            found.add(edit, new, further, dict.fromkeys(("edited", "edited(16)"), snapshots), has_chunks=not at)
+        held = dict[Ids, Snapshots]()
+        for at, (edit, (old, new, further)) in enumerate(edits(tokenizer, files, number).items()):
+            if old not in held:
+                held[old] = Snapshots(PrefixCache(1 << 33))
+                held[old].keep(read(model, old, held[old], PREFIX).entry)
+            found.add(edit, new, further, dict.fromkeys(("edited", "edited(16)"), held[old]), has_chunks=not at)
         for habit in ("thoughts", "pruned") if number % 4 == 1 else ():
             draw = random.Random(number)
             *before, (prompt, answer, _) = turns(tokenizer, Loop(habit, prose(files, draw), draw), 8)

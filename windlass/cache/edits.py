@@ -529,9 +529,13 @@ def remap(cache: CacheState, moves: Sequence[int], end: int) -> None:
 
     The text then ends at `end`, and its ids are unknown. Tokens of its gaps are still to be read, see `Step.is_insert`.
     """
-    table = torch.tensor([*moves, EMPTY], device=cache.device)
+    table = torch.tensor(moves, dtype=torch.int32)
+
+    def moved(positions: Tensor) -> Tensor:  # of slots, and of a recall store on another device
+        return table.to(positions.device)[positions.clamp(min=0).long()].where(positions >= 0, positions)
+
     for layer in cache.layers:
-        layer.edit(lambda positions: table[positions.clamp(min=-1).long()].where(positions >= 0, positions.long()))
+        layer.edit(moved)
         if layer.table.recall is not None:
             layer.table.keep_recalled()
     sinks = cache.rows.rows[0].sinks
