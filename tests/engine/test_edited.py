@@ -21,7 +21,7 @@ from windlass.cache.options import CacheOptions
 from windlass.cache.recall import TOKEN_INDEX
 from windlass.core.errors import UsageError
 from windlass.core.step import PROMPT
-from windlass.engine.prefill import Reader, feed
+from windlass.engine.prefill import Reader, feed, feed_tokens
 from windlass.engine.prefix_cache import CacheEntry, PrefixCache, Snapshots, key_of
 from windlass.engine.recompute import LEAST, Alignment, EditPlan, Match
 from windlass.engine.request import EXACT, PREFIX, Finish, Piece, Reuse, ReuseMode
@@ -131,6 +131,9 @@ def test_an_edited_row_is_that_of_splices(attached_model: Models, text: Text, na
     assert torch.allclose(in_order(reader.cache, 0)[0], in_order(fresh, 0)[0], atol=2e-5)
     assert reader.logits is not None
     assert torch.allclose(reader.logits, logits, atol=2e-5)
+    for token in (3, 14, 15):
+        own, its = (feed_tokens(model, each, {0: token}) for each in (reader.cache, expected))
+        assert torch.allclose(own, its, atol=2e-5)
 
 
 def test_an_edit_at_the_very_end_is_a_prefix(attached_model: Models, text: Text) -> None:
@@ -314,6 +317,59 @@ def test_others_get_what_was_read_in_order_alone(
         assert usage.cached == 0
         usage = asked(engine, [*new, 5], PREFIX, tenant="a")[1]
         assert usage.cached == len(new)  # of the row that was read in order
+
+
+STRIPPED, ANSWER = 9, 30
+
+
+def stripped_chat(model: PreTrainedModel, options: CacheOptions, turns: list[Ids]) -> list[Ids]:
+    """The answers of one cache, from which the first tokens of each answer are dropped before the next turn."""
+    cache, ids, ends, found = KVCache.from_options(model, options), Ids(), Ids(), list[Ids]()
+    for new in turns:
+        ids, answer = ids + new, Ids()
+        for stop in request_of(ids, options=options, ends=tuple(ends)).pass_ends:
+            if (done := cache.next_positions[0]) < stop:
+                logits = feed(model, cache, [ids[done:stop]], [stop - done - 1], PROMPT)[0, -1]
+        ends, end = [*ends, len(ids)], len(ids)
+        while len(answer) < ANSWER - 1:
+            answer.append(int(logits.argmax()))
+            logits = feed_tokens(model, cache, {0: answer[-1]})[0]
+        found.append([*answer, int(logits.argmax())])
+        cache.drop(end, end + STRIPPED)
+        cache.shift(end + STRIPPED, end + ANSWER - 1, -STRIPPED)
+        ids += found[-1][STRIPPED:]
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"budget": WIDE},
+        {"budget": 40},
+        {"budget": 40, "policy": "h2o", "store": "int8"},
+        {"budget": 40, "recall": 400, "recall_store": "plain"},
+    ],
+    ids=str,
+)
+def test_thoughts_are_stripped_from_a_row(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, given: dict[str, Any], rows: int
+) -> None:
+    """The answers of an engine are those of one cache. Only what is new is read."""
+    model, options, turns = attached_model("llama"), options_of(**given), rows_of(text, 21, 5, 17, 13)
+    ids, ends, answers = Ids(), Ids(), list[Ids]()
+    with running(model, tokenizer, kinds=[(rows, options)], reuse_bytes=PLENTY) as engine:
+        for number, new in enumerate(turns):
+            ids = ids + new
+            request = request_of(ids, ANSWER, options=options, ends=tuple(ends), reuse=EDITED)
+            events = events_of(engine.submit(request))
+            assert isinstance(events[-1], Finish), events[-1]
+            usage, ends = events[-1].usage, [*ends, len(ids)]
+            assert usage.prompt - usage.cached == len(new) + (number > 0)
+            assert usage.moved == (ANSWER - 1 - STRIPPED) * (number > 0)
+            answers.append([each.token for each in events if isinstance(each, Piece)])
+            ids = ids + answers[-1][STRIPPED:]
+    assert answers == stripped_chat(model, options, turns)
 
 
 def test_a_row_read_in_order_stays_beside_an_edited_one(attached_model: Models, text: Text) -> None:
