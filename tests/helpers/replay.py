@@ -67,21 +67,23 @@ class Loop:
         reminder = [Message("user", f"Remember: {SYSTEM[:240]}")] * (self.habit == "reminder")
         return "".join(map(str, [system, *self.messages, *reminder])) + OPENING
 
-    def turn(self) -> None:
-        """A message of the user or the output of a tool, and the edits that come with it."""
-        old, habit = self.messages, self.habit
+    def turn(self) -> str:
+        """Edit the history, and add a message of the user or the output of a tool. Returns this message."""
+        old, habit, is_rare = self.messages, self.habit, self.draw.random() < 0.3
+        if habit == "retry" and old and is_rare:
+            self.messages = old[:-1]
+            return ""
         if habit == "thoughts":
             old = [Message(each.role, each.text) for each in old]
         elif habit == "pruned" and len(old) > 4:
             old = [Message(each.role, "[pruned]") if each.role == "tool" else each for each in old[:-4]] + old[-4:]
         elif habit == "early word":
-            self.day += self.draw.random() < 0.3
-        elif habit == "branch" and len(old) > 5 and self.draw.random() < 0.3:
+            self.day += is_rare
+        elif habit == "branch" and len(old) > 5 and is_rare:
             old = old[: 2 * self.draw.randrange(1, len(old) // 2)]
-        if not (habit == "retry" and old and self.draw.random() < 0.3):
-            role = "tool" if old and self.draw.random() < 0.7 else "user"
-            old = [*old, Message(role, self.words(self.draw.randrange(20, 400 if role == "tool" else 60)))]
-        self.messages = old
+        role, most = ("tool", 400) if old and self.draw.random() < 0.7 else ("user", 60)
+        self.messages = [*old, Message(role, self.words(self.draw.randrange(20, most)))]
+        return str(self.messages[-1])
 
     def answer(self) -> str:
         """The text that the model writes, which then belongs to the history."""
@@ -110,30 +112,25 @@ def prose(files: Sequence[Path], draw: random.Random) -> Words:
 def turns(tokenizer: PreTrainedTokenizerBase, loop: Loop, count: int) -> Iterator[tuple[Ids, Ids, int]]:
     """The tokens of each prompt and answer, and the number of tokens of the prompt's new message."""
     for number in range(count):
-        before = loop.messages[-1:]
-        loop.turn()
-        prompt, last = tuple(tokenizer(loop.prompt)["input_ids"]), loop.messages[-1]
-        new = 0 if [last] == before else len(tokenizer(f"{last}{OPENING}")["input_ids"])
-        yield prompt, tuple(tokenizer(loop.answer())["input_ids"]), new if number else len(prompt)
+        new = loop.turn()
+        prompt = tuple(tokenizer(loop.prompt)["input_ids"])
+        added = len(tokenizer(new + OPENING)["input_ids"]) if number else len(prompt)
+        yield prompt, tuple(tokenizer(loop.answer())["input_ids"]), added
 
 
 def scripts(tokenizer: PreTrainedTokenizerBase, files: Sequence[Path], count: int) -> None:
     """Tokens of all prompts, those that no earlier text of the loop has, and those read with reuse of each mode."""
-    totals: dict[str, dict[str, int]] = {
-        habit: dict.fromkeys(("prompt", "new", "prefix", "edited"), 0) for habit in HABITS
-    }
+    names = ("prompt", "new", "prefix", "edited")
+    totals = {habit: dict.fromkeys(names, 0) for habit in HABITS}
     for number in range(count):
-        draw, rows = random.Random(number), list[Ids]()
-        total = totals[HABITS[number % len(HABITS)]]
-        loop = Loop(HABITS[number % len(HABITS)], prose(files, draw), draw)
-        for prompt, answer, new in turns(tokenizer, loop, draw.randrange(5, 41)):
-            alignment, most = Alignment(prompt), len(prompt) - 1
-            prefix = max((min(shared(row, prompt), most) for row in rows), default=0)
-            plans = [EditPlan.of(alignment.to(row), len(prompt), SINKS, 0) for row in rows]
-            total["prompt"] += len(prompt)
-            total["new"] += new
-            total["prefix"] += len(prompt) - prefix
-            total["edited"] += len(prompt) - max([prefix, *(plan.cached for plan in plans)])
+        draw, rows, habit = random.Random(number), list[Ids](), HABITS[number % len(HABITS)]
+        for prompt, answer, new in turns(tokenizer, Loop(habit, prose(files, draw), draw), draw.randrange(5, 41)):
+            alignment, size = Alignment(prompt), len(prompt)
+            prefix = max((min(shared(row, prompt), size - 1) for row in rows), default=0)
+            plans = [EditPlan.of(alignment.to(row), size, SINKS, 0) for row in rows]
+            edited = max([prefix, *(plan.cached for plan in plans)])
+            for name, tokens in zip(names, (size, new, size - prefix, size - edited), strict=True):
+                totals[habit][name] += tokens
             rows.append(prompt + answer[:-1])
     for habit, total in totals.items():
         print(json.dumps({"habit": habit, "scripts": count // len(HABITS), **total}))
