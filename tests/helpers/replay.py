@@ -10,6 +10,7 @@ import argparse
 import json
 import random
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,12 +29,15 @@ from windlass.engine.text import Stops
 from windlass.hf.load import load
 
 HABITS: Final = ("thoughts", "reminder", "pruned", "early word", "hash", "branch", "retry", "plain")
+MODES: Final = ("edited", "edited(16)")
 FURTHER: Final = 64  # tokens whose predictions are compared
 SINKS: Final = 4
 OPENING: Final = "<|im_start|>assistant\n"
+SYSTEM: Final = "You call tools to do what the user asks. Think before you call one, and say what you have found. " * 6
 OPTIONS: Final = CacheOptions(budget=8192, policy="key_diff", rollback=0)
 Ids = tuple[int, ...]
 Words = Callable[[int], str]
+Tokenizer = Callable[[str], Ids]
 
 
 @dataclass
@@ -61,7 +65,7 @@ class Loop:
 
     @property
     def prompt(self) -> str:
-        """What the client sends."""
+        """The prompt that the client sends."""
         head = f"Request {self.draw.getrandbits(64):x}. " * (self.habit == "hash")
         system = Message("system", f"{head}Today is day {self.day}. {SYSTEM}")
         reminder = [Message("user", f"Remember: {SYSTEM[:240]}")] * (self.habit == "reminder")
@@ -92,8 +96,12 @@ class Loop:
         self.messages = [*self.messages, made]
         return str(made).removeprefix(OPENING).removesuffix("\n")
 
-
-SYSTEM: Final = "You call tools to do what the user asks. Think before you call one, and say what you have found. " * 6
+    def turns(self, ids: Tokenizer, count: int) -> Iterator[tuple[Ids, Ids, int]]:
+        """The tokens of each prompt and answer, and the number of tokens of the prompt's new message."""
+        for number in range(count):
+            new = self.turn()
+            prompt = ids(self.prompt)
+            yield prompt, ids(self.answer()), len(ids(new + OPENING)) if number else len(prompt)
 
 
 def prose(files: Sequence[Path], draw: random.Random) -> Words:
@@ -109,22 +117,13 @@ def prose(files: Sequence[Path], draw: random.Random) -> Words:
     return taken
 
 
-def turns(tokenizer: PreTrainedTokenizerBase, loop: Loop, count: int) -> Iterator[tuple[Ids, Ids, int]]:
-    """The tokens of each prompt and answer, and the number of tokens of the prompt's new message."""
-    for number in range(count):
-        new = loop.turn()
-        prompt = tuple(tokenizer(loop.prompt)["input_ids"])
-        added = len(tokenizer(new + OPENING)["input_ids"]) if number else len(prompt)
-        yield prompt, tuple(tokenizer(loop.answer())["input_ids"]), added
-
-
-def scripts(tokenizer: PreTrainedTokenizerBase, files: Sequence[Path], count: int) -> None:
+def scripts(ids: Tokenizer, files: Sequence[Path], count: int) -> None:
     """Tokens of all prompts, those that no earlier text of the loop has, and those read with reuse of each mode."""
     names = ("prompt", "new", "prefix", "edited")
     totals = {habit: dict.fromkeys(names, 0) for habit in HABITS}
     for number in range(count):
         draw, rows, habit = random.Random(number), list[Ids](), HABITS[number % len(HABITS)]
-        for prompt, answer, new in turns(tokenizer, Loop(habit, prose(files, draw), draw), draw.randrange(5, 41)):
+        for prompt, answer, new in Loop(habit, prose(files, draw), draw).turns(ids, draw.randrange(5, 41)):
             alignment, size = Alignment(prompt), len(prompt)
             prefix = max((min(shared(row, prompt), size - 1) for row in rows), default=0)
             plans = [EditPlan.of(alignment.to(row), size, SINKS, 0) for row in rows]
@@ -137,16 +136,22 @@ def scripts(tokenizer: PreTrainedTokenizerBase, files: Sequence[Path], count: in
 
 
 @torch.no_grad()
-def read(
-    model: PreTrainedModel, prompt: Ids, snapshots: Snapshots, mode: ReuseMode, ends: tuple[int, ...] = ()
-) -> Reader:
+def read(model: PreTrainedModel, prompt: Ids, own: Snapshots | None, mode: ReuseMode, ends: Ids = ()) -> Reader:
     """A reader that has read a prompt."""
     reuse = Reuse(mode=mode, store=False)  # so that no row is moved
     request = Request(prompt, OPTIONS, 1, Stops(frozenset()), reuse=reuse, ends=ends)
-    reader = Reader(model, request, snapshots)
+    reader = Reader(model, request, own or Snapshots(PrefixCache(0)))
     while not reader.is_done:
         reader.read()
     return reader
+
+
+def rows_of(model: PreTrainedModel, texts: Sequence[Ids], mode: ReuseMode) -> Snapshots:
+    """The rows of texts, read one after the other."""
+    own = Snapshots(PrefixCache(1 << 33))
+    for text in texts:
+        own.keep(read(model, text, own, mode).entry)
+    return own
 
 
 @torch.no_grad()
@@ -157,98 +162,70 @@ def predictions(model: PreTrainedModel, reader: Reader, further: Ids) -> torch.T
     return torch.cat([reader.logits[None], logits]).float().log_softmax(-1)
 
 
-def distance(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, files: Sequence[Path], count: int) -> None:
-    """KL to a prompt read anew and equal first choices, of single edits, and for one text in four of loops.
-
-    The figures so far are printed after each text.
-    """
-    found = Distances(model)
+def distance(model: PreTrainedModel, ids: Tokenizer, files: Sequence[Path], count: int) -> None:
+    """KL to a prompt read anew and equal first choices, of single edits, and for one text in four of loops."""
+    found = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
     for number in range(count):
-        held = dict[Ids, Snapshots]()
-        for at, (edit, (old, new, further)) in enumerate(edits(tokenizer, files, number).items()):
-            if old not in held:
-                held[old] = Snapshots(PrefixCache(1 << 33))
-                held[old].keep(read(model, old, held[old], PREFIX).entry)
-            found.add(edit, new, further, dict.fromkeys(("edited", "edited(16)"), held[old]), has_chunks=not at)
-        for habit in ("thoughts", "pruned") if number % 4 == 1 else ():
-            draw = random.Random(number)
-            *before, (prompt, answer, _) = turns(tokenizer, Loop(habit, prose(files, draw), draw), 8)
-            rows = {label: Snapshots(PrefixCache(1 << 33)) for label in ("edited", "edited(16)")}
-            for label, own in rows.items():
-                for row, its, _ in before:
-                    own.keep(read(model, row + its[:-1], own, ReuseMode.of(label)).entry)
-            found.add(f"a loop of 8 turns, {habit}", prompt, answer[:FURTHER], rows)
-        found.show()
+        for edit, (texts, prompt, further) in edits(ids, files, number).items():
+            fresh = predictions(model, read(model, prompt, None, PREFIX), further)
+            readers = {"anew in other chunks": read(model, prompt, None, PREFIX, (301, 777))}
+            for label in MODES:
+                mode = ReuseMode.of(label)
+                readers[label] = read(model, prompt, rows_of(model, texts, mode), mode)
+            for label, reader in readers.items():
+                read_again, own = len(prompt) - reader.cached, predictions(model, reader, further)
+                kl, is_equal = (fresh.exp() * (fresh - own)).sum(-1), fresh.argmax(-1) == own.argmax(-1)
+                told = {"equal": float(is_equal.float().mean()), "read": read_again, "prompt": len(prompt)}
+                found[edit, label].append({"kl": kl.tolist(), **told})
+    for (edit, label), rows in found.items():
+        every = sorted(each for row in rows for each in row["kl"])
+        told = {"kl": statistics.mean(every), "kl_p99": every[int(0.99 * len(every))]}
+        told |= {name: statistics.mean(row[name] for row in rows) for name in ("equal", "read", "prompt")}
+        print(json.dumps({"edit": edit, "reuse": label, "texts": len(rows), **told}))
 
 
-@dataclass(frozen=True)
-class Distances:
-    """Predictions after edited texts, beside those after a prompt read anew."""
-
-    model: PreTrainedModel
-    found: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
-
-    @torch.no_grad()
-    def add(self, edit: str, prompt: Ids, further: Ids, rows: dict[str, Snapshots], has_chunks: bool = False) -> None:
-        """Compare predictions of `further` by rows of each mode, and where it `has_chunks` by other passes."""
-        nothing = Snapshots(PrefixCache(0))
-        fresh = predictions(self.model, read(self.model, prompt, nothing, PREFIX), further)
-        readers = {label: read(self.model, prompt, own, ReuseMode.of(label)) for label, own in rows.items()}
-        if has_chunks:
-            readers["anew in other chunks"] = read(self.model, prompt, nothing, PREFIX, (301, 777))
-        for label, reader in readers.items():
-            count, own = len(prompt) - reader.cached, predictions(self.model, reader, further)
-            kl = (fresh.exp() * (fresh - own)).sum(-1).tolist()
-            equal = float((fresh.argmax(-1) == own.argmax(-1)).float().mean())
-            told = {"kl": kl, "equal": equal, "read": count, "prompt": len(prompt)}
-            self.found.setdefault((edit, label), []).append(told)
-
-    def show(self) -> None:
-        """Print a line for each edit and mode."""
-        for (edit, label), rows in self.found.items():
-            kl = sorted(each for row in rows for each in row["kl"])
-            told = {"kl": statistics.mean(kl), "kl_p99": kl[int(0.99 * len(kl))]}
-            told |= {name: statistics.mean(row[name] for row in rows) for name in ("equal", "read", "prompt")}
-            print(json.dumps({"edit": edit, "reuse": label, "texts": len(rows), **told}), flush=True)
-
-
-def edits(tokenizer: PreTrainedTokenizerBase, files: Sequence[Path], number: int) -> dict[str, tuple[Ids, Ids, Ids]]:
-    """A conversation about a novel, its edits, and what follows them."""
-    draw = random.Random(number)
-    words = prose([files[number % len(files)]], draw)
-    system, reminder = Message("system", SYSTEM), Message("user", f"Remember: {words(40)}")
-    said = [Message(role, words(count)) for role, count in (("user", 260), ("assistant", 90), ("user", 280))]
-    said += [Message("assistant", words(80)), Message("user", words(320))]
-    further = tuple(tokenizer(words(FURTHER))["input_ids"][:FURTHER])
-
-    def ids(*messages: Message, is_open: bool = True) -> Ids:
-        text = "".join(map(str, messages)) + OPENING * is_open
-        return tuple(tokenizer(text)["input_ids"])
-
-    changed = Message("system", SYSTEM.replace("tools", "functions", 1))
-    return {
-        "a turn is dropped": (ids(system, *said), ids(system, *said[:1], *said[3:]), further),
-        "an early word is changed": (ids(system, *said), ids(changed, *said), further),
+def edits(ids: Tokenizer, files: Sequence[Path], number: int) -> dict[str, tuple[list[Ids], Ids, Ids]]:
+    """Texts about a novel, one after the other, the prompt that they become, and its further text."""
+    words = prose([files[number % len(files)]], random.Random(number))
+    system, reminder = str(Message("system", SYSTEM)), str(Message("user", f"Remember: {words(40)}"))
+    a, b, c, d = (str(Message(("assistant", "user")[at % 2], words(n))) for at, n in enumerate((260, 90, 280, 80), 1))
+    e = str(Message("user", words(320))) + OPENING
+    further, whole = ids(words(FURTHER))[:FURTHER], ids(system + a + b + c + d + e)
+    found = {
+        "a turn is dropped": ([whole], ids(system + a + d + e), further),
+        "an early word is changed": (
+            [whole],
+            ids(system.replace("tools", "functions", 1) + a + b + c + d + e),
+            further,
+        ),
         "a reminder moves to the end": (
-            ids(system, *said[:2], reminder, is_open=False) + ids(*said[2:]),
-            ids(system, *said, reminder),
+            [ids(system + a + b + reminder + c + d + e)],
+            ids(system + a + b + c + d + e.removesuffix(OPENING) + reminder + OPENING),
             further,
         ),
     }
+    for habit in ("thoughts", "pruned") if number % 4 == 1 else ():
+        draw = random.Random(number)
+        *before, (prompt, answer, _) = Loop(habit, prose(files, draw), draw).turns(ids, 8)
+        texts = [row + its[:-1] for row, its, _ in before]
+        found[f"a loop of 8 turns, {habit}"] = texts, prompt, answer[:FURTHER]
+    return found
 
 
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("scripts", "distance"))
-    parser.add_argument("model", type=Path, help="folder of a chat model")
+    parser.add_argument("model", help="folder of a chat model")
     parser.add_argument("texts", type=Path, nargs="+", help="files of prose")
     parser.add_argument("--count", type=int, default=20, help="texts, or scripts of all habits together")
     asked = parser.parse_args()
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(asked.model)
+    ids: Tokenizer = lambda text: tuple(tokenizer(text)["input_ids"])  # noqa: E731
     if asked.what == "scripts":
-        scripts(AutoTokenizer.from_pretrained(asked.model), asked.texts, asked.count)
+        scripts(ids, asked.texts, asked.count)
     else:
-        distance(*load(str(asked.model), "bfloat16"), asked.texts, asked.count)
+        distance(load(asked.model, "bfloat16")[0], ids, asked.texts, asked.count)
 
 
 if __name__ == "__main__":
