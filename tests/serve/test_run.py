@@ -108,8 +108,8 @@ def test_what_is_typed_is_what_is_served() -> None:
     assert (made.limits.queue, made.limits.max_tokens, made.limits.prompt_tokens) == (5, 6, 7)
     assert (made.options.budget, repr(made.options.policy), made.options.store.name) == (1024, "Recent()", "int8")
     assert (made.reuse_bytes, made.settings.reuse) == (2048, PREFIX)
-    made = options_of(MODEL, {"recall": 16}, ServeArguments(recall_bytes="3MiB"))
-    assert (made.options.recall, made.limits.recall_bytes, made.reuse_bytes) == (16, 3 << 20, 0)
+    other = options_of(MODEL, {"recall": 16}, ServeArguments(recall_bytes="3MiB"))
+    assert (other.options.recall, other.limits.recall_bytes, other.reuse_bytes) == (16, 3 << 20, 0)
     assert options_of(MODEL, {}, ServeArguments(reuse_mode="edited(16)")).settings.reuse == ReuseMode("edited", 16)
     with pytest.raises(UsageError, match=r"reuse='all' is no mode\. Use one of: exact, prefix, edited"):
         options_of(MODEL, {}, ServeArguments(reuse_mode="all"))
