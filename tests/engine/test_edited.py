@@ -136,6 +136,22 @@ def test_an_edited_row_is_that_of_splices(attached_model: Models, text: Text, na
         assert torch.allclose(own, its, atol=2e-5)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "smollm3", "gemma2", "gpt_oss"])
+def test_families_are_edited_or_read_anew(attached_model: Models, text: Text, family: str) -> None:
+    """Latents and layers without RoPE are moved. A sliding window that has evicted is not there for new text."""
+    model, options, (old, edits) = attached_model(family), options_of(budget=WIDE), edits_of(text)
+    new = edits["a turn is put in"]
+    has_window = family in ("gemma2", "gpt_oss")
+    runs = [] if has_window else Alignment(tuple(new)).to(tuple(old))
+    reader = reader_of(model, new, kept(model, old, options=options), options=options)
+    expected, logits = twin(model, old, new, runs, options)
+    assert (reader.moved > 0) != has_window
+    assert reader.logits is not None
+    assert torch.allclose(reader.logits, logits, atol=2e-5)
+    own, its = (feed_tokens(model, each, {0: 3}) for each in (reader.cache, expected))
+    assert torch.allclose(own, its, atol=2e-5)
+
+
 def test_an_edit_at_the_very_end_is_a_prefix(attached_model: Models, text: Text) -> None:
     """Bit by bit, with nothing moved."""
     model, options, (old, _) = attached_model("llama"), options_of(budget=WIDE), edits_of(text)
