@@ -237,6 +237,18 @@ def test_recall_finds_moved_tokens(one_layer: tuple[PreTrainedModel, PreTrainedM
         assert torch.allclose(reader.logits, logits, atol=2e-5), name
 
 
+@pytest.mark.parametrize("policy", ["key_diff", "recent", "h2o"])
+def test_sinks_are_held(attached_model: Models, text: Text, policy: str) -> None:
+    """Also where their text has changed, or stood behind the old ones and was evicted."""
+    model, (a, b, c, d, e, f) = attached_model("llama"), rows_of(text, 23, 41, 31, 37, 27, 33)
+    options = options_of(budget=48, sinks="system", policy=policy)
+    for new in ([*a[:5], (a[5] + 1) % 90, *a[6:], *b, *c, *d, *e], b + c + f + d + e):
+        snapshots = kept(model, a + b + c + d, options=options, head=23)
+        reader = reader_of(model, new, snapshots, options=options, head=23)
+        assert reader.moved > 31
+        assert all({*range(23)} <= head for layer in held(reader.cache) for head in layer)
+
+
 @pytest.mark.parametrize("recall", [0, 400])
 @pytest.mark.parametrize("window", [0, 5])
 def test_random_sessions(one_layer: tuple[PreTrainedModel, PreTrainedModel], window: int, recall: int) -> None:
