@@ -24,14 +24,16 @@ from tests.helpers.schedulers import (
 from windlass import KVCache
 from windlass.cache.edits import holds_all
 from windlass.cache.options import CacheOptions
+from windlass.core.errors import UsageError
 from windlass.core.step import PROMPT
 from windlass.engine import prefill
 from windlass.engine.prefix_cache import EntrySelector, key_of
-from windlass.engine.request import EngineLimits, Failure, Finish, Piece, Reuse
+from windlass.engine.request import EXACT, PREFIX, EngineLimits, Failure, Finish, Piece, Reuse
+from windlass.engine.row_bytes import RowBytes
 from windlass.engine.scheduler import Scheduler
 
 WIDE, PLENTY = 400, 1 << 28  # a budget above all tokens of a conversation, and memory for any
-LOOSE = Reuse(is_exact=False)
+LOOSE = Reuse(mode=PREFIX)
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         {"budget": 40, "policy": "h2o", "store": "int8"},
         {"budget": 40, "policy": "snapkv", "store": "int4(sinks=2, newest=5)"},
         {"budget": WIDE, "sinks": "system"},
+        {"budget": 40, "recall": 24},
+        {"budget": WIDE, "recall": 24, "recall_store": "plain"},
     ],
     ids=str,
 )
@@ -161,7 +165,7 @@ def test_a_turn_that_is_exact_reads_answers_again(
         with running(model, tokenizer, kinds=[(2, own)], reuse_bytes=reuse_bytes) as engine:
             talk, found = Conversation(engine, own), []
             for new, is_exact in zip(turns, exact, strict=True):
-                talk._given["reuse"] = Reuse(is_exact=is_exact)
+                talk._given["reuse"] = Reuse(mode=EXACT if is_exact else PREFIX)
                 found.append((talk.turn(new), talk.usages[-1].cached))
             return found
 
@@ -181,7 +185,7 @@ def test_two_branches_of_one_beginning(
     """Neither costs the other what it has, whoever comes first, and both are what they are alone."""
     model, own = attached_model("llama"), options_of(budget=budget)
     first, one, other, last = rows_of(text, 30, 14, 15, 4)
-    reuse = Reuse(is_exact=is_exact)
+    reuse = Reuse(mode=EXACT if is_exact else PREFIX)
     with running(model, tokenizer, kinds=[(3, own)], reuse_bytes=PLENTY) as engine:
 
         def asked(ids: list[int], *ends: int) -> tuple[list[int], int]:
@@ -260,7 +264,7 @@ def test_a_text_that_was_cancelled_is_kept(
         assert events[-1].usage.cached > 100
 
 
-@pytest.mark.parametrize("other", [{"tenant": "b"}, {"reuse": Reuse(name="b", is_exact=False)}], ids=["tenant", "name"])
+@pytest.mark.parametrize("other", [{"tenant": "b"}, {"reuse": Reuse(name="b", mode=PREFIX)}], ids=["tenant", "name"])
 def test_who_may_not_share_does_not(
     attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, other: dict[str, Any]
 ) -> None:
@@ -352,3 +356,51 @@ def test_a_copy_has_the_first_tokens_of_a_row(attached_model: Models, text: Text
         if tokens < 60:
             torch.testing.assert_close(windlass.prefill(model, ours, [ids[row][tokens:]]), truth)
     assert cache.tokens == ids
+
+
+@pytest.mark.parametrize("budget", [40, WIDE])
+def test_rows_with_recall_stay_within_their_bytes(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, budget: int
+) -> None:
+    """Texts of all lengths beside each other. One that needs more than a row may have is refused by name."""
+    model, own = attached_model("llama"), options_of(budget=budget, recall=24)
+    (size,) = (RowBytes.of(model, own).recalled(tokens) for tokens in (3000,))
+    limits = EngineLimits(recall_bytes=5 * size)  # of three rows, and two prompts under way
+    prompts = rows_of(text, 700, 31, 2990, 14, 160, 5)
+    alone = [chat(model, own, [prompt], 9)[0] for prompt in prompts]
+    with running(model, tokenizer, kinds=[(3, own)], limits=limits, reuse_bytes=PLENTY) as engine:
+        held = bytes_told(engine)
+        tickets = [engine.submit(request_of(prompt, 9, options=own)) for prompt in prompts]
+        assert [tokens_of(ticket) for ticket in tickets] == alone
+        wait_for(lambda: engine.status().free_rows == 3)
+        assert 0 < max(held) <= engine.status().bytes_limit
+        with pytest.raises(
+            UsageError, match=r"recall=24 keeps all tokens of a text.* gives [\d,]+ to a row\. Lower max_t"
+        ):
+            engine.submit(request_of(prompts[2], 11, options=own))
+
+
+def test_recalled_bytes_never_exceed_those_of_all_rows(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    model, own = attached_model("llama"), options_of(budget=40, recall=24)
+    limits = EngineLimits(recall_bytes=5 * RowBytes.of(model, own).recalled(2000), alone=0)
+    with running(model, tokenizer, kinds=[(3, own)], limits=limits) as engine:
+        held = bytes_told(engine)
+        found, told = [0], engine._told
+
+        def noted() -> Any:
+            caches = {id(cache): cache for cache in [engine._lanes[0].cache, *(task.cache for task in engine._tasks)]}
+            found.append(sum(cache.recall_bytes for cache in caches.values()))
+            return told()
+
+        engine._told = noted  # type: ignore[method-assign]
+        tickets = [
+            engine.submit(request_of(prompt, 40, options=own)) for prompt in rows_of(text, 1960, 9, 1200, 1700, 3)
+        ]
+        for ticket in tickets:
+            tokens_of(ticket)
+        assert max(held) <= engine.status().bytes_limit
+        wait_for(lambda: engine.status().free_rows == 3)
+        assert engine._lanes[0].cache.recall_bytes == 0  # nobody writes in the lane
+    assert limits.recall_bytes // 9 < max(found) <= limits.recall_bytes

@@ -59,6 +59,7 @@ def ids(text: Text) -> list[int]:
     [
         ("llama", {"policy": "recent"}),
         ("llama", {"policy": "h2o"}),
+        ("llama", {"policy": "key_diff", "recall": 16}),
         ("llama", {"policy": "snapkv", "store": "int4"}),
         ("llama", {"policy": "key_diff", "store": "int8(sinks=2, newest=5)"}),
         ("gemma2", {"policy": "tova", "positions": "compact"}),

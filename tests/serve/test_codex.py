@@ -110,6 +110,7 @@ def test_turns_of_an_agent(served: Served, call: str) -> None:
         assert numbers[0] + numbers[1] == numbers[2]
         assert {*usage["input_tokens_details"], *usage["output_tokens_details"]} == {
             "cached_tokens",
+            "moved_tokens",
             "reasoning_tokens",
         }
         assert usage["windlass"]["left_out"] == [

@@ -57,7 +57,6 @@ def test_what_cannot_be_typed(typed: str, said: str) -> None:
     [
         ("rows=2", "two kinds of rows are alike"),
         ("rows=2,policy=composite(h2o)", "Give it one row"),
-        ("rows=2,recall=8", "recall=8 for the rows"),
     ],
 )
 def test_rows_that_cannot_be_are_refused_before_the_model_is_loaded(

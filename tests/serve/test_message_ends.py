@@ -71,13 +71,13 @@ def test_a_turn_reads_what_is_new(model: PreTrainedModel, budget: int, chunk: in
         assert cached >= before - start - 1
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_a_turn_does_not_read_the_answer_again(model: PreTrainedModel, exact: bool) -> None:
+@pytest.mark.parametrize("mode", ["prefix", "exact"])
+def test_a_turn_does_not_read_the_answer_again(model: PreTrainedModel, mode: str) -> None:
     """As the template shows it, with the end of its turn. Unless the request wants the bits of a prompt read anew."""
     tokenizer, messages, read = with_template(), MESSAGES[:2], list[int]()
     with engine_served(model, tokenizer, CacheOptions(budget=400, policy="key_diff"), reuse_bytes=1 << 26) as (port, _):
         for turn in range(10):
-            given = {"messages": messages, "max_tokens": 12, "temperature": 0, "cache": {"exact": exact}}
+            given = {"messages": messages, "max_tokens": 12, "temperature": 0, "cache": {"reuse": mode}}
             document = ask(port, CHAT, given).document
             took, answer = document["usage"], document["choices"][0]["message"]["content"]
             read.append(took["prompt_tokens"] - took["prompt_tokens_details"]["cached_tokens"])
@@ -87,7 +87,7 @@ def test_a_turn_does_not_read_the_answer_again(model: PreTrainedModel, exact: bo
                 {"role": "user", "content": f"And {turn}?"},
             ]
     new = len(encode(tokenizer, "[assistant]\n[user]And 9?\n[assistant]", is_start=False))
-    if exact:
+    if mode == "exact":
         assert min(read[1:]) > new  # with an answer of 12 tokens
     else:
         assert max(read[1:]) <= new + 4

@@ -19,6 +19,7 @@ from tests.helpers.serving import RawClient, complete
 from windlass.cli import serve
 from windlass.cli.serve import ServeArguments, options_of
 from windlass.core.errors import UsageError
+from windlass.engine.request import PREFIX, ReuseMode
 from windlass.serve.run import bound
 
 __all__ = ["loaded_once", "process", "run"]
@@ -106,7 +107,12 @@ def test_what_is_typed_is_what_is_served() -> None:
     assert (made.name, made.rows, made.port, made.keys, made.stop_seconds) == ("finder-3m", 3, 9, ("long-enough",), 1.5)
     assert (made.limits.queue, made.limits.max_tokens, made.limits.prompt_tokens) == (5, 6, 7)
     assert (made.options.budget, repr(made.options.policy), made.options.store.name) == (1024, "Recent()", "int8")
-    assert made.reuse_bytes == 2048
+    assert (made.reuse_bytes, made.settings.reuse) == (2048, PREFIX)
+    other = options_of(MODEL, {"recall": 16}, ServeArguments(recall_bytes="3MiB"))
+    assert (other.options.recall, other.limits.recall_bytes, other.reuse_bytes) == (16, 3 << 20, 0)
+    assert options_of(MODEL, {}, ServeArguments(reuse_mode="edited(16)")).settings.reuse == ReuseMode("edited", 16)
+    with pytest.raises(UsageError, match=r"reuse='all' is no mode\. Use one of: exact, prefix, edited"):
+        options_of(MODEL, {}, ServeArguments(reuse_mode="all"))
     assert made.settings.hosts is None
     assert (made.reuse_folder, made.disk_bytes, made.settings.salt) == (None, 1 << 30, None)
     assert options_of("me/model", {"budget": 64}, ServeArguments()).name == "me/model"

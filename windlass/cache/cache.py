@@ -324,7 +324,7 @@ class TextCache(CacheState):
         step, rows, how = self.text.pending, self.rows, self.next_pass
         assert step is not None, "commit without a pass"
         after = rows
-        if step.is_rewrite:
+        if step.is_rewrite or step.is_insert:
             for row, tokens in enumerate(step.lengths):
                 after = after.edited(row) if tokens else after
         elif not step.is_second_pass:

@@ -511,7 +511,47 @@ def held_positions(cache: CacheState, row: int) -> set[int]:
     return own if cache.heads is None else own.union(*cache.heads.ranks.gathered(own))
 
 
+def takes_edits(cache: CacheState, end: int, has_gaps: bool) -> bool:
+    """Return True if tokens of a text up to `end` can be dropped and moved, and others be read in gaps between them."""
+    ring = cache.store.full_precision
+    if cache.recurrent or has_places(cache) or cache.is_rotated or cache.merge is not None or ring.sinks or ring.newest:
+        return False
+    for layer in cache.layers_to_read:  # a window that was evicted is not there for tokens before its end
+        is_cut = layer.rules.is_whole_window and layer.history.has_evicted
+        if is_cut or layer.policy.needs.statistics or (has_gaps and end > _stands_until(cache, layer)):
+            return False
+    return True
+
+
+@no_inference_mode
+def remap(cache: CacheState, moves: Sequence[int], end: int) -> None:
+    """Move the token at each position of a cache of one row to the one in `moves`, or drop it where that is EMPTY.
+
+    The text then ends at `end`, and its ids are unknown. Tokens of its gaps are still to be read, see `Step.is_insert`.
+    """
+    table = torch.tensor(moves, dtype=torch.int32)
+
+    def moved(positions: Tensor) -> Tensor:  # of slots, and of a recall store on another device
+        return table.to(positions.device)[positions.clamp(min=0).long()].where(positions >= 0, positions)
+
+    for layer in cache.layers:
+        layer.edit(moved)
+        if layer.table.recall is not None:
+            layer.table.keep_recalled()
+    sinks = cache.rows.rows[0].sinks
+    cache.rows = RowTable((RowState(end, end, end, prompts=((0, end),), sinks=sinks),))
+
+
 EDIT: Final = "recompute"  # the name in errors
+
+
+def _stands_until(cache: CacheState, layer: SlotLayer, sliding_window: int | None = None) -> int:
+    """The length of the longest text whose tokens a layer reads at their own positions."""
+    if layer.rotary is None:
+        return MAX_NUMBER
+    window = layer.sliding_window if sliding_window is None else sliding_window
+    trained = layer.rotary.trained_length if window is None else None
+    return cache.positions.within(trained, layer.rules.budget is not None).stands_until()
 
 
 def check_rewrite(cache: CacheState, end: int, added: CacheState | None = None) -> None:
@@ -542,11 +582,7 @@ def check_rewrite(cache: CacheState, end: int, added: CacheState | None = None) 
         )
     known = cache.layers if added is None else added.layers
     for mine, its in zip(cache.layers, known, strict=True):
-        window = its.sliding_window if mine.is_empty else mine.sliding_window
-        if mine.rotary is None:
-            continue
-        trained = mine.rotary.trained_length if window is None else None
-        most = cache.positions.within(trained, mine.rules.budget is not None).stands_until()
+        most = _stands_until(cache, mine, its.sliding_window if mine.is_empty else None)
         if end > most:
             beyond = f"beyond position {most} " if most else ""
             raise UsageError(

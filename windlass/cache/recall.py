@@ -408,6 +408,24 @@ class RecallStore:
             self.positions[rows] = change(now).to(torch.int32).where(now >= 0, EMPTY)[:, 0]
             self.last_recalled[rows] = EMPTY
 
+    def pack(self) -> Tensor | None:
+        """Remove the tokens of the only row that have no position. Returns (tokens,) the new index of each token.
+
+        None: all have one, and nothing has changed.
+        """
+        tokens = self.lengths[0] if self.lengths else 0
+        is_kept = self.positions[0, :tokens] >= 0
+        if bool(is_kept.all()):
+            return None
+        order, parts = is_kept.nonzero()[:, 0], self.memory.filled(tokens)
+        positions = self.positions.index_select(1, order)
+        self.cut_to([0])
+        for first in range(0, len(order), MOVED):
+            stop = min(first + MOVED, len(order))
+            held = {name: part[:, :, order[first:stop].to(part.device)] for name, part in parts.items()}
+            self._put_rows(held, positions[:, first:stop], [stop], len(order))
+        return is_kept.cumsum(0) - 1
+
     def join(self, other: RecallStore, source: int, row: int, at: int, batch: int, device: torch.device) -> int:
         """Append row `source` of another store to one of `batch` rows, as text that goes on at position `at`.
 

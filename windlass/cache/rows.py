@@ -170,6 +170,10 @@ class RowState:
             padding=self.padding if is_known else None,
         )
 
+    def filled(self, ids: Sequence[int]) -> RowState:
+        """The row once the gaps of its text are read, as if it had read these ids in their order."""
+        return replace(self, since_edit=len(ids), padding=(), ids=list(ids), known_ids=len(ids))
+
     def copied(self) -> RowState:
         """A copy with a list of ids of its own."""
         return replace(self, ids=self.tokens)

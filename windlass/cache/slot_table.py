@@ -237,6 +237,14 @@ class SlotTable:
             self.recall.edit(change, rows)
         self.count()
 
+    def keep_recalled(self) -> None:
+        """Remove tokens without a position from the recall store of the only row."""
+        assert self.recall is not None, "a table without recall"
+        if (moved := self.recall.pack()) is not None:
+            index = self.state[TOKEN_INDEX]
+            found = moved.to(index.device, index.dtype)[index.long().clamp(max=len(moved) - 1)]
+            self.state[TOKEN_INDEX] = found.where(self.positions >= 0, 0.0)
+
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
         self.store.select_rows(rows)

@@ -73,9 +73,26 @@ Reuse = Annotated[
         help="Memory for cached prefixes of prompts, as 64MiB. Each prefix is then read once.",
     ),
 ]
+ReuseModeText = Annotated[
+    str,
+    Option(
+        "--reuse-mode",
+        metavar="MODE",
+        help="Cached tokens that requests use: exact (same bits), prefix (also answers), edited (also tokens behind an "
+        "edit, moved). edited(16) reads 16 tokens behind each edit again.",
+    ),
+]
 ReuseFolder = Annotated[
     Path | None,
     Option("--reuse-folder", metavar="DIR", help="Also save cached prefixes in this folder, for the next server."),
+]
+RecallBytes = Annotated[
+    str,
+    Option(
+        "--recall-bytes",
+        metavar="SIZE",
+        help="Memory, or files in --recall-folder, for evicted tokens that all rows together can recall.",
+    ),
 ]
 Disk = Annotated[
     str | None, Option("--disk", metavar="SIZE", help="Maximum size of all files in --reuse-folder (default: 1GiB).")
@@ -113,10 +130,12 @@ class ServeArguments:
     max_prompt: MostPrompt = 1_000_000
     max_seconds: MostSeconds = None
     reuse: Reuse = None
+    reuse_mode: ReuseModeText = "prefix"
     stop_seconds: StopSeconds = 10.0
     is_shown: IsShown = False
     reuse_folder: ReuseFolder = None
     disk: Disk = None
+    recall_bytes: RecallBytes = "1GiB"
     replicas: Replicas = None
     ray: RayAddress = None
     origins: Origins = None
@@ -192,7 +211,7 @@ def check_replicas(asked: ServeArguments, is_parallel: bool) -> None:
 def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "ServeOptions":
     """Return the options of the server. Raises: UsageError for an option that cannot be honoured."""
     from windlass.cli.session import cache_options, kinds_of
-    from windlass.engine.request import EngineLimits
+    from windlass.engine.request import EngineLimits, ReuseMode
     from windlass.hf.model_facts import shown_name
     from windlass.serve.run import ServeOptions
 
@@ -205,13 +224,18 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "Serve
         rows=asked.rows,
         options=options,
         limits=EngineLimits(
-            queue=asked.queue, max_tokens=asked.max_tokens, prompt_tokens=asked.max_prompt, seconds=asked.max_seconds
+            queue=asked.queue,
+            max_tokens=asked.max_tokens,
+            prompt_tokens=asked.max_prompt,
+            seconds=asked.max_seconds,
+            recall_bytes=parse_bytes("--recall-bytes", asked.recall_bytes),
         ),
         host=asked.host,
         port=asked.port,
         keys=tuple(asked.keys or ()),
         stop_seconds=asked.stop_seconds,
         reuse_bytes=0 if asked.reuse is None else parse_bytes("--reuse", asked.reuse),
+        reuse=ReuseMode.of(asked.reuse_mode),
         is_shown=asked.is_shown,
         kinds=kinds,
         reuse_folder=asked.reuse_folder,

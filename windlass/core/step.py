@@ -87,6 +87,8 @@ class Step:
     """Places of the tokens in a text with pictures (None: their positions)."""
     is_rewrite: bool = False
     """True if the tokens are part of the text already. They overwrite the tokens at their positions."""
+    is_insert: bool = False
+    """True if the tokens fill a gap of the text, which goes on behind them."""
     sinks: RowSinks | None = None
     """Sinks of each row (None: all rows have the sinks of the limits)."""
 
@@ -111,8 +113,8 @@ class Step:
     @cached_property
     def is_token(self) -> bool:
         """Return True if it is at most one token per row, without exceptions: a step for a decode kernel."""
-        is_plain = not (self.is_captured or self.is_second_pass or self.is_rewrite or self.defer_eviction)
-        return is_plain and self.positions.shape[1] == 1 and self.places is None
+        is_plain = not (self.is_captured or self.is_second_pass or self.is_rewrite or self.is_insert)
+        return is_plain and not self.defer_eviction and self.positions.shape[1] == 1 and self.places is None
 
     @cached_property
     def first_columns(self) -> ObservedColumns:

@@ -146,6 +146,26 @@ def check_alone(model: PreTrainedModel, request: Request, limits: EngineLimits) 
         )
 
 
+def recall_share(kinds: Sequence[CacheOptions], limits: EngineLimits) -> int:
+    """Bytes of the tokens that one text may recall: all rows of a lane have room for the longest of them.
+
+    A prompt under way has room of its own.
+    """
+    rows = sum(kind.batch for kind in kinds if kind.recall)
+    return limits.recall_bytes // max(rows + min(rows, limits.reading), 1)
+
+
+def check_recalled(own: RowBytes, request: Request, share: int) -> None:
+    """Raises: UsageError for a text whose tokens take more bytes than one row of such may recall."""
+    tokens = len(request.prompt) + request.max_tokens
+    if own.options.recall and (needed := own.recalled(tokens)) > share:
+        raise UsageError(
+            f"recall={own.options.recall} keeps all tokens of a text, {needed:,} bytes for the {tokens} of prompt and "
+            f"max_tokens, and this server gives {share:,} to a row. Lower max_tokens, shorten the prompt, or start it "
+            "with a larger --recall-bytes"
+        )
+
+
 def check_kinds(kinds: Sequence[CacheOptions]) -> None:
     """Raises: UsageError for options of rows whose memory cannot be told beforehand, for none, and for two alike."""
     if not kinds:
@@ -153,11 +173,6 @@ def check_kinds(kinds: Sequence[CacheOptions]) -> None:
     for number, kind in enumerate(kinds):
         if kind.budget is None:
             raise UsageError("the rows of a server need a budget, which their memory is counted by. Give one")
-        if kind.recall:
-            raise UsageError(
-                f"recall={kind.recall} for the rows of a server, whose memory would grow with each text. Leave it to "
-                "requests, which then have a cache of their own"
-            )
         if shares_budget(kind) and kind.batch > 1:
             raise UsageError(
                 f"{kind.policy!r} sets the budget of each layer for each text, which the {kind.batch} rows of one "

@@ -1,7 +1,7 @@
 """Prefill: the passes that read a prompt, whole or chunk by chunk."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import final
@@ -16,7 +16,8 @@ from windlass.core.errors import UsageError
 from windlass.core.parse import SYSTEM
 from windlass.core.positions import EMPTY
 from windlass.core.step import PROMPT, Pass, Step
-from windlass.engine.prefix_cache import CacheEntry, Snapshots, key_of
+from windlass.engine import recompute
+from windlass.engine.prefix_cache import CacheEntry, EditedRow, Snapshots, key_of
 from windlass.engine.request import Logprob, Request
 from windlass.engine.sampler import logprobs_of
 from windlass.hf.forward import forward
@@ -151,7 +152,11 @@ class PromptReader(ABC):
         self.cached = self.done = cache.tokens_seen[0]
         """Number of tokens taken from a cached prefix, and number of tokens done by now."""
         self.recomputed = 0
-        """Number of tokens of parts that were read again in their place."""
+        """Number of tokens of parts, or behind an edit, that were read again in their place."""
+        self.moved = 0
+        """Number of cached tokens that were read behind another text."""
+        self.sound: int | None = None
+        """Number of first tokens that were read behind the very tokens before them (None: all)."""
         self.is_whole = False
         """True if the cache holds all tokens until the end of the prompt, when it is cut."""
         self.logprobs: list[tuple[Logprob, ...]] = []
@@ -192,28 +197,58 @@ class PromptReader(ABC):
 
 @final
 class Reader(PromptReader):
-    """Reader of a prompt from its beginning, or from the end of a prefix that `snapshots` hold."""
+    """Reader of a prompt from its beginning, from the end of a prefix that `snapshots` hold, or of what an edited text
+    lacks."""
 
     def __init__(self, model: PreTrainedModel, request: Request, snapshots: Snapshots) -> None:
         self._model, self.request, self._snapshots = model, request, snapshots
         is_whole = find(request.options.policy, OneShot) is not None
-        kept = None if is_whole or request.scores_prompt else snapshots.longest(request)
+        takes_any = not (is_whole or request.scores_prompt)
+        edited = snapshots.edited(request) if takes_any else None
+        kept = edited.entry if edited is not None else snapshots.longest(request) if takes_any else None
         super().__init__(empty_cache(model, request) if kept is None else kept.cache)
         if kept is not None:
-            self.passes = kept.passes
+            self.passes, self.sound = kept.passes, kept.sound
+        self._gaps: Iterator[Step] = iter(())
+        if edited is not None:
+            self._begin_edited(edited)
         self._known_logits = None if kept is None or self.done < len(request.prompt) else kept.logits
         self.is_whole = is_whole
         if request.options.budget is None:  # reserved at once, as its bytes were counted
-            self.cache.reserve(len(request.prompt) - self.done + request.max_tokens)
+            self.cache.reserve(len(request.prompt) - self.cached + request.max_tokens)
         self._pass_ends = request.pass_ends
         self._stops = frozenset[int]() if is_whole else snapshots.wanted(request)
         how = replace(PROMPT, defer_eviction=request.options.budget is not None)
         look = self._score if request.scores_prompt else None
         self._passes = whole_passes(model, self.cache, [request.prompt], how, look)
 
+    def _begin_edited(self, edited: EditedRow) -> None:
+        """Take a row over whose text has gaps."""
+        self.moved, self.recomputed = edited.moved, edited.again
+        self.cached = self.done = len(edited.entry.tokens) - len(edited.gaps)
+        if self.cache.budget is None:
+            pack(self.cache)  # dropped tokens have left slots
+        ids = dict(enumerate(self.request.prompt))
+        self._gaps = recompute.passes(self.cache, edited.gaps, ids, 0, is_insert=True)
+        self._fill()
+
+    def _read_gap(self, step: Step) -> None:
+        recompute.read_step(self._model, self.cache, step)
+        self.cache.forget_steps()
+        self.done += step.lengths[0]
+        self._fill()
+
+    def _fill(self) -> None:
+        """Name the tokens of a row, once its text has no gaps. Until then it has no ids, so that nobody takes it."""
+        if self.done == (end := self.cache.tokens_seen[0]):
+            self.cache.rows = self.cache.rows.changed(lambda _, row: row.filled(self.request.prompt[:end]), 0)
+
     def read(self) -> None:
         if self.is_done:
             raise UsageError("the prompt is read. Nothing is left")
+        if (gap := next(self._gaps, None)) is not None:
+            self._read_gap(gap)
+            return
         if self._known_logits is not None:
             self.logits = self._known_logits.clone()  # a writer may change its logits
             return
@@ -247,7 +282,7 @@ class Reader(PromptReader):
         """The row so far."""
         tokens = self.request.prompt[: self.done]
         is_all = self.done <= holds_all(self.cache)
-        return CacheEntry(key_of(self.request), tokens, self.cache, 0, self.passes, holds_all=is_all)
+        return CacheEntry(key_of(self.request), tokens, self.cache, 0, self.passes, holds_all=is_all, sound=self.sound)
 
     @property
     def _is_cut_later(self) -> bool:

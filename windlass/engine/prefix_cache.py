@@ -23,11 +23,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from windlass.cache.edits import holds_all
+from windlass.cache.edits import holds_all, remap, takes_edits
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError
 from windlass.core.files import check_folder
-from windlass.core.parse import SYSTEM
+from windlass.core.parse import DEFAULT_SINKS, SYSTEM
+from windlass.engine.recompute import LEAST, Alignment, EditPlan, shared
 from windlass.engine.request import Request, owner_of
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.weights import fingerprint
@@ -71,6 +72,7 @@ class CacheEntry:
     `row`: the row of `cache`, the only one unless a request is writing it.
     `is_text`: the row of a request that has ended, which one request may take over.
     `holds_all`: any number of its newest tokens can be cut off.
+    `sound`: the number of first tokens that were read behind the very tokens before them (None: all).
     """
 
     key: CacheKey
@@ -82,29 +84,33 @@ class CacheEntry:
     row: int = 0
     is_text: bool = False
     holds_all: bool = False
+    sound: int | None = None
     number: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
     def most_bytes(self) -> int:
         """The most bytes of a copy, which has free slots only where it cannot do without."""
-        own, slots = self.cache.bytes_held // self.cache.batch_size, max(each.table.slots for each in self.cache.layers)
+        rows, slots = self.cache.batch_size, max(each.table.slots for each in self.cache.layers)
+        own, recalled = self.cache.bytes_held // rows, self.cache.recall_bytes // rows
         own = own * len(self.tokens) // max(slots, 1) + FILE_BYTES if self.holds_all else own
-        return own + (0 if self.logits is None else self.logits.nbytes)
+        return own + recalled + (0 if self.logits is None else self.logits.nbytes)
 
     def usable(self, request: Request) -> int:
         """The number of its first tokens that a prompt can go on from, once the others are cut off."""
-        prompt, size = request.prompt, len(self.tokens)
-        shared = _shared(self.tokens, prompt)
-        is_prompt = shared == size == len(prompt) and self.logits is not None
-        most = shared if is_prompt else min(shared, len(prompt) - 1)
-        ends = self.passes[: _shared(self.passes, request.pass_ends)] if request.reuse.is_exact else (size, most)
+        prompt, size, mode = request.prompt, len(self.tokens), request.reuse.mode.name
+        most = shared(self.tokens, prompt)
+        if not (most == size == len(prompt) and self.logits is not None):
+            most = min(most, len(prompt) - 1)
+        if mode != "edited" and self.sound is not None:
+            most = min(most, self.sound)
+        ends = self.passes[: shared(self.passes, request.pass_ends)] if mode == "exact" else (size, most)
         return max((end for end in ends if end <= most and (end == size or self.holds_all)), default=0)
 
     def covers(self, other: CacheEntry) -> bool:
         """Return True if nobody needs `other` beside this."""
         is_beginning = self.tokens[: len(other.tokens)] == other.tokens
-        is_alike = is_beginning and self.passes[: len(other.passes)] == other.passes
-        return is_alike and self.holds_all and other.logits is None and self.key == other.key
+        is_alike = self.passes[: len(other.passes)] == other.passes and self.read_in_order >= other.read_in_order
+        return is_beginning and is_alike and self.holds_all and other.logits is None and self.key == other.key
 
     def first(self, tokens: int) -> CacheEntry:
         """A copy of its first tokens."""
@@ -120,9 +126,27 @@ class CacheEntry:
         return replace(self, tokens=self.tokens[:tokens], passes=passes, logits=logits)
 
     @property
+    def read_in_order(self) -> int:
+        """The number of first tokens that were read behind the very tokens before them."""
+        return len(self.tokens) if self.sound is None else min(self.sound, len(self.tokens))
+
+    @property
     def stored(self) -> EntryInfo:
         """Facts about it for its owner."""
         return EntryInfo(self.number, self.key.kind, self.key.name, len(self.tokens), self.bytes, "memory")
+
+
+@dataclass(frozen=True)
+class EditedRow:
+    """A row whose tokens were moved to where a prompt has them. `gaps`: positions whose tokens are still to be read.
+
+    `moved`: tokens behind the first edit. `again`: tokens that it had, and that are read again.
+    """
+
+    entry: CacheEntry
+    gaps: tuple[int, ...]
+    moved: int
+    again: int
 
 
 @dataclass(frozen=True)
@@ -440,8 +464,9 @@ class DiskTier:
         """The cache of a file. None, and the file is deleted, unless it holds `tokens` with the request's options."""
         path = self._folder / file.name
         try:
-            cache = KVCache.load(path, self._model, policy=request.options.policy)
-            ours, its = (each.labels() | {"rollback": each.rollback} for each in (request.options, cache.options))
+            own = request.options
+            cache = KVCache.load(path, self._model, policy=own.policy, recall_folder=own.recall_folder)
+            ours, its = (each.labels() | {"rollback": each.rollback} for each in (own, cache.options))
             if cache.tokens != [list(tokens)] or its != ours:
                 raise PromptCacheError(f"{path} holds another text, or has other options than its name says")
         except WindlassError as error:
@@ -554,14 +579,43 @@ class Snapshots:
         self.kept.use(best)
         return best.first(length)
 
+    def edited(self, request: Request) -> EditedRow | None:
+        """The row with the most tokens of the prompt, wherever these stand, for the request alone.
+
+        None: the request takes no such row, or begins with nearly as many tokens of one.
+        """
+        mode, prompt = request.reuse.mode, request.prompt
+        rows = self._rows(request) if mode.name == "edited" and request.reuse.lookup and self.kept.limit else []
+        if not rows:
+            return None
+        alignment, sinks = Alignment(prompt), request.options.sinks
+        protected = max(request.head, DEFAULT_SINKS) if sinks == SYSTEM else int(sinks)
+        plans = [EditPlan.of(alignment.to(row.tokens), len(prompt), protected, mode.edit_window) for row in rows]
+        row, plan = max(zip(rows, plans, strict=True), key=lambda pair: (pair[1].cached, pair[0].is_text))
+        gaps, least = tuple(plan.gaps), LEAST + max(each.usable(request) for each in rows)
+        if plan.cached < least or not takes_edits(row.cache, plan.end, bool(gaps)):
+            return None
+        if not (_may_move(row, request, plan.cached) and self.kept.take(row)):
+            self.kept.use(row)
+            row = row.first(len(row.tokens))
+        remap(row.cache, plan.moves(len(row.tokens)), plan.end)
+        passes, sound = tuple(end for end in row.passes if end <= plan.head), min(plan.head, row.read_in_order)
+        entry = replace(row, tokens=prompt[: plan.end], passes=passes, logits=None, sound=sound)
+        return EditedRow(entry, gaps, plan.cached - plan.head, plan.again)
+
     def wanted(self, request: Request) -> frozenset[int]:
         """Lengths of this prompt's prefixes that are to be cached: up to the end of a message, up to the last pass, and
-        up to the last pass that it shares with a cached prompt. A prompt of one pass is cached as a whole."""
-        if self.kept.limit == 0 or request.options.recall or not request.reuse.store:
+        up to the last pass that it shares with a cached prompt. A prompt of one pass is cached as a whole. With recall,
+        where a copy holds the whole text, only the end of the last message counts."""
+        if self.kept.limit == 0 or not request.reuse.store:
             return frozenset()
         prompt, passes, known = request.prompt, request.pass_ends, self._of(request)
-        shared = max((_shared(each.tokens, prompt) for each in known), default=0)
-        ends = {*request.ends, *passes[-2:][:1], *[each for each in passes if each <= shared][-1:]}
+        common = max((shared(each.tokens, prompt) for each in known), default=0)
+        ends = {
+            *request.ends[-1 if request.options.recall else 0 :],
+            *passes[-2:][:1],
+            *[each for each in passes if each <= common][-1:],
+        }
         return frozenset(ends - {len(each.tokens) for each in known if each.usable(request) == len(each.tokens)})
 
     def put(self, row: CacheEntry) -> None:
@@ -644,14 +698,3 @@ def _may_move(row: CacheEntry, request: Request, length: int) -> bool:
     """Return True if no other text is lost where the request writes on after the first tokens of this very row."""
     is_end = row.is_text and request.reuse.store and len(row.tokens) - length <= MOVED
     return is_end and (not row.holds_all or len(request.prompt) <= holds_all(row.cache))
-
-
-def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """The number of first tokens that both share."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 1:  # the first that differs is from `low` up to `high`
-        middle = (low + high) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
-    return low

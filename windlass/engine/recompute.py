@@ -1,7 +1,11 @@
-"""Tokens of joined chunks that are read a second time: their choice, and the passes that read them."""
+"""Tokens that are read in the middle of a text: of joined chunks a second time, and of an edited history.
+
+`aligned` finds the tokens that an edited history shares with the text before the edit.
+"""
 
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -165,8 +169,13 @@ def own_starts(begins: int | None, firsts: Sequence[int], spans: Sequence[Span])
     return {span.start for first, span in pairs if first == begins and span.start > 0 and not span.is_exact}
 
 
-def passes(cache: KVCache, positions: Sequence[int], ids: Mapping[int, int], row: int) -> Iterator[Step]:
-    """Yield steps that read the tokens at these ascending positions again, in place, over cached tokens."""
+def passes(
+    cache: KVCache, positions: Sequence[int], ids: Mapping[int, int], row: int, is_insert: bool = False
+) -> Iterator[Step]:
+    """Yield steps that read the tokens at these ascending positions again, in place, over cached tokens.
+
+    `is_insert`: they are no tokens of the cache yet, and fill the gaps of its text.
+    """
     ends, prompt_ends = torch.tensor(cache.next_positions), torch.tensor(cache.rows.prompt_ends)
     for start in range(0, len(positions), cache.chunk):
         places = torch.tensor(positions[start : start + cache.chunk])
@@ -181,9 +190,11 @@ def passes(cache: KVCache, positions: Sequence[int], ids: Mapping[int, int], row
             prompt_ends.to(cache.device),
             max(cache.next_positions),
             tokens.to(cache.device),
-            defer_eviction=True,
+            defer_eviction=not is_insert,
             is_prompt=True,
-            is_rewrite=True,
+            is_rewrite=not is_insert,
+            is_insert=is_insert,
+            sinks=cache.rows.sinks(cache.device) if is_insert else None,
         )
 
 
@@ -219,3 +230,139 @@ def divergence(
     if cache.heads is not None and cache.heads.is_split:  # a distance is a sum over all heads
         return cache.heads.ranks.sum(distances)
     return distances
+
+
+GRAM: Final = 8  # tokens by which equal runs are found
+LEAST: Final = 2 * GRAM  # tokens of a run that is worth a pass of its own around it
+STRETCH: Final = 64
+
+
+def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """The number of first tokens that both share."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # the first that differs is from `low` up to `high`
+        middle = (low + high) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
+    return low
+
+
+def _extension(one: tuple[int, ...], first: int, other: tuple[int, ...], second: int) -> int:
+    """The number of tokens that both share, from `first` on in `one` and from `second` on in `other`."""
+    size, stretch = 0, STRETCH
+    while True:
+        more = shared(one[first + size : first + size + stretch], other[second + size : second + size + stretch])
+        size += more
+        if more < stretch:
+            return size
+        stretch *= 2
+
+
+class Match(NamedTuple):
+    """A run of `size` equal tokens, from `old` on in one text and from `new` on in another."""
+
+    old: int
+    new: int
+    size: int
+
+    def cut(self, start: int, stop: int) -> "Match":
+        """The run without its first `start` and its last `stop` tokens."""
+        return Match(self.old + start, self.new + start, self.size - start - stop)
+
+
+@final
+class Alignment:
+    """Finds runs of a prompt in other texts, in time that grows with their tokens, whatever these are."""
+
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        self._prompt = prompt
+        self._starts: dict[tuple[int, ...], int] = {}  # of runs of `GRAM` tokens that the prompt has once
+        for start in range(len(prompt) - GRAM + 1):
+            gram = prompt[start : start + GRAM]
+            self._starts[gram] = -1 if gram in self._starts else start
+
+    def to(self, old: tuple[int, ...]) -> list[Match]:
+        """Runs of at least `LEAST` tokens, and the common beginning of any length, in the order of both texts.
+
+        The longest come first: others give way where they overlap them, or stand on the other side of them.
+        """
+        head = shared(old, self._prompt)
+        found = [Match(0, 0, head)] if head else []
+        for run in sorted(self._runs(old, head), key=lambda each: -each.size):
+            at = bisect(found, run.new, key=lambda each: each.new)
+            before, after = found[max(at - 1, 0) : at], found[at : at + 1]
+            start = max([0, *(max(each.old + each.size - run.old, each.new + each.size - run.new) for each in before)])
+            stop = max([0, *(max(run.old - each.old, run.new - each.new) + run.size for each in after)])
+            if run.size - start - stop >= LEAST:
+                found.insert(at, run.cut(start, stop))
+        return found
+
+    def _runs(self, old: tuple[int, ...], head: int) -> Iterator[Match]:
+        """Runs behind the common beginning that have a gram which the prompt has once, and the common end."""
+        rest, end = min(len(old), len(self._prompt)) - head, head
+        tail = shared(old[: -rest - 1 : -1], self._prompt[: -rest - 1 : -1])
+        yield Match(len(old) - tail, len(self._prompt) - tail, tail)
+        for at in range(head, len(old) - GRAM + 1, GRAM):
+            here = self._starts.get(old[at : at + GRAM], -1)
+            if at < end or here < head:
+                continue
+            start, stop = at, at + GRAM
+            while start > end and here > head and old[start - 1] == self._prompt[here - 1]:
+                start, here = start - 1, here - 1
+            size = stop - start + _extension(old, stop, self._prompt, here + stop - start)
+            yield Match(start, here, size)
+            end = start + size
+
+
+@dataclass(frozen=True)
+class EditPlan:
+    """A prompt's tokens that a row has: equal `runs` of both, in order. `again`: more of them, which are read again."""
+
+    runs: tuple[Match, ...] = ()
+    again: int = 0
+
+    @classmethod
+    def of(cls, runs: Sequence[Match], tokens: int, sinks: int, window: int) -> "EditPlan":
+        """The plan for a prompt of so many tokens, whose last is read in any case.
+
+        `sinks`: tokens of its beginning that no others may become. `window`: tokens behind each edit to be read again.
+        """
+        found, again = list[Match](), 0
+        for run in runs:
+            is_edit = run.new > 0 or run.old > 0
+            above = max(sinks - run.new, 0) if run.old > run.new else 0
+            begin = max(above, window * is_edit)
+            kept = run.cut(min(begin, run.size), max(run.new + run.size - tokens + 1, 0))
+            again += min(max(begin - above, 0), run.size) if is_edit else 0
+            if kept.size >= (LEAST if is_edit else 1):
+                found.append(kept)
+        return cls(tuple(found), again)
+
+    @property
+    def cached(self) -> int:
+        """Tokens that are not read."""
+        return sum(run.size for run in self.runs)
+
+    @property
+    def end(self) -> int:
+        """One past the last of them in the prompt."""
+        return self.runs[-1].new + self.runs[-1].size if self.runs else 0
+
+    @property
+    def head(self) -> int:
+        """The number of tokens before the first edit."""
+        return self.runs[0].size if self.runs and self.runs[0].old == self.runs[0].new == 0 else 0
+
+    def moves(self, tokens: int) -> list[int]:
+        """The new position of each of the row's tokens, EMPTY for those that the prompt lacks."""
+        found = [EMPTY] * tokens
+        for run in self.runs:
+            found[run.old : run.old + run.size] = range(run.new, run.new + run.size)
+        return found
+
+    @property
+    def gaps(self) -> list[int]:
+        """The positions before `end` that no token of the row takes."""
+        starts = [0, *(run.new + run.size for run in self.runs)]
+        return [at for start, run in zip(starts, self.runs, strict=False) for at in range(start, run.new)]

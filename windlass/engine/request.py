@@ -1,5 +1,7 @@
 """Requests to the scheduler, and the events that answer them."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -8,12 +10,13 @@ from functools import cached_property
 from itertools import pairwise
 from threading import Condition
 from time import monotonic
-from typing import Literal
+from typing import Final, Literal, get_args
 
 from torch import Tensor
 
 from windlass.cache.options import CacheOptions
-from windlass.core.errors import WindlassError
+from windlass.core.errors import UsageError, WindlassError, whole_number
+from windlass.core.parse import MAX_NUMBER, near_to, parse_ints, parse_spec
 from windlass.engine.recompute import Recompute
 from windlass.engine.sampling import FinishReason, Sampling
 from windlass.engine.text import Stops
@@ -31,19 +34,52 @@ class Grammar(ABC):
         """Note that `token` came."""
 
 
+ReuseName = Literal["exact", "prefix", "edited"]
+REUSES: Final = get_args(ReuseName)
+FORMS: Final = "exact, prefix, edited, edited(16)"
+
+
+@dataclass(frozen=True)
+class ReuseMode:
+    """The cached tokens that a request takes.
+
+    `exact`: only tokens that were read in the passes in which it would read them itself, so that its text is the same
+    to the bit. `prefix`: also the tokens of answers, which were written one by one. `edited`: also tokens that stood
+    behind another text, at their new positions. The first `edit_window` of them behind each edit are read again.
+    """
+
+    name: ReuseName = "exact"
+    edit_window: int = 0
+
+    @classmethod
+    def of(cls, spec: str) -> ReuseMode:
+        """The mode that `spec` names. Raises: UsageError for another name or number."""
+        typed = parse_spec(spec)
+        for name in REUSES:
+            if typed is not None and typed.name == name:
+                numbers = parse_ints(f"reuse={spec!r}", typed, ("edit_window",) if name == "edited" else ())
+                window = numbers.get("edit_window", 0)
+                return cls(name, whole_number("reuse: edit_window", window, 0, MAX_NUMBER))
+        raise UsageError(f"reuse={spec!r} is no mode. Use one of: {FORMS}{near_to(spec, REUSES)}")
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.edit_window})" if self.edit_window else self.name
+
+
+EXACT: Final = ReuseMode()
+PREFIX: Final = ReuseMode("prefix")
+
+
 @dataclass(frozen=True)
 class Reuse:
     """A request's use of cached prefixes. `lookup`: it looks one up. `store`: its own is cached. Requests of
-    another `name` do not share them.
-
-    `is_exact`: it takes only tokens that were read in the passes in which it would read them itself, so that its text
-    is the same to the bit. Otherwise it also takes the tokens of answers, which were written one by one.
+    another `name` do not share them. `mode`: the cached tokens that it takes.
     """
 
     lookup: bool = True
     store: bool = True
     name: str = ""
-    is_exact: bool = True
+    mode: ReuseMode = EXACT
 
 
 @dataclass(frozen=True)
@@ -110,8 +146,8 @@ def owner_of(tenant: str) -> str:
 class Usage:
     """Usage of a request. `seen`: tokens of prompt and text that the cache has read. `kept`: the most of them that a
     layer holds. `evicted`: the others. `recalled`: evicted tokens that each step may read. `cached`: tokens of the
-    prompt that were not read for this request. `recomputed`: tokens of its parts that were read again in their place.
-    `bytes` are those of its row."""
+    prompt that were not read for this request. `moved`: those of them that were read behind another text. `recomputed`:
+    tokens of its parts, or behind an edit, that were read again in their place. `bytes` are those of its row."""
 
     prompt: int
     written: int
@@ -122,6 +158,7 @@ class Usage:
     recalled: int
     bytes: int
     recomputed: int = 0
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -263,7 +300,8 @@ class EngineLimits:
 
     `unread_events` of a ticket may wait for `unread_seconds`, after which its request fails. `reading` prompts are read
     in turn. `alone` requests may have other options than the rows have. Each of them has a cache of its own, of at most
-    `alone_bytes`. `seconds`: of a request from its arrival to its end. None: no limit.
+    `alone_bytes`. `recall_bytes`: of the tokens that rows may recall, see `recall_share`. `seconds`: of a request from
+    its arrival to its end. None: no limit.
     """
 
     queue: int = 64
@@ -275,6 +313,7 @@ class EngineLimits:
     reading: int = 2
     alone: int = 1
     alone_bytes: int = 1 << 30
+    recall_bytes: int = 1 << 30
     seconds: float | None = None
 
 

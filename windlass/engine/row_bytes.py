@@ -104,7 +104,8 @@ def most_held(rows: Sequence[RowBytes], counts: Sequence[int], limits: EngineLim
     pairs = [*zip(counts, rows, strict=True)]
     writing = sum(max(count * each.writing(longest), each.writing_alone(longest) * (kept > 0)) for count, each in pairs)
     reading = min(limits.reading, sum(counts)) * max(each.prompt(longest, has_parts=kept > 0) for each in rows)
-    return writing + reading + limits.alone * limits.alone_bytes + kept
+    recalled = limits.recall_bytes * any(each.options.recall for each in rows)
+    return writing + reading + limits.alone * limits.alone_bytes + recalled + kept
 
 
 def replace_batch(options: CacheOptions, batch: int = 1) -> CacheOptions:

@@ -25,11 +25,18 @@ from windlass.cache.options import CacheOptions
 from windlass.cache.state import CacheState
 from windlass.core.errors import WindlassError
 from windlass.core.ranks import Ranks
-from windlass.engine.admission import Admission, check_alone, check_kinds, check_request
+from windlass.engine.admission import (
+    Admission,
+    check_alone,
+    check_kinds,
+    check_recalled,
+    check_request,
+    recall_share,
+)
 from windlass.engine.prefix_cache import DiskTier, EntryInfo, EntrySelector, PrefixCache, Snapshots
 from windlass.engine.request import EngineDeadError, EngineLimits, EngineStatus, Failure, Request, Ticket
 from windlass.engine.row_bytes import RowBytes, Sizes, most_held, replace_batch
-from windlass.engine.sequence import ActiveRequest, Lane
+from windlass.engine.sequence import ActiveRequest, Lane, is_alike
 from windlass.hf.kv_cache import KVCache
 
 
@@ -336,6 +343,9 @@ class Scheduler(Service):
         for request in requests:
             check_request(request, self.limits, self._model, kinds, self._snapshots.kept.limit)
             check_across_ranks(request.options, self._lanes[0].cache.heads)
+            for own in self.row_bytes:
+                if is_alike(own.options, request.options):
+                    check_recalled(own, request, recall_share(kinds, self.limits))
         with self._changed:
             if self._is_dead or self._stops_at is not None:
                 raise EngineDeadError("the engine has stopped. Start the server again")

@@ -208,7 +208,8 @@ class Lane:
     def release(self, row: int) -> None:
         """Clear a row that was taken. It is free again."""
         index = self._index.pop(row, None)
-        if index is not None and self._takes_over:
+        has_recalled = self.options.recall > 0 and not self._index  # memory that grew with the texts
+        if index is not None and (self._takes_over or has_recalled):
             self.reset()
         elif index is not None and not self._is_moving:  # else `reset` will
             self.cache.clear_row(index)
@@ -285,6 +286,7 @@ class ActiveRequest(RowSource):
         self.cached, self.recomputed = self.reader.cached, 0
         self._snapshots, self._may_be_kept = snapshots, self.reader.may_be_kept and ticket.request.reuse.store
         self._passes, self._holds_all = self.reader.passes, 0
+        self._moved, self._sound = self.reader.moved, self.reader.sound
         self._finish: Finish | None = None
         heads = lane.cache.heads
         self.writer = Writer(ticket.request, tokenizer, lane.cache.device, None if heads is None else heads.ranks)
@@ -355,8 +357,10 @@ class ActiveRequest(RowSource):
         passes, most = self._passes, self._holds_all
         if self.reader is not None:
             passes, most = self.reader.passes, holds_all(self.reader.cache)
+        if not tokens:
+            return None
         is_all = len(tokens) <= most
-        return CacheEntry(key, tokens, self.cache, 0, passes, row=self.index, holds_all=is_all) if tokens else None
+        return CacheEntry(key, tokens, self.cache, 0, passes, row=self.index, holds_all=is_all, sound=self._sound)
 
     def close(self) -> None:
         """Release the memory reserved for the rest of its prompt."""
@@ -381,7 +385,7 @@ class ActiveRequest(RowSource):
         evicted = max(self.seen - kept, 0)
         recalled = min(cache.options.recall, evicted)
         prompt = len(self.ticket.request.prompt)
-        size = cache.bytes_held // cache.batch_size + cache.recall_bytes
+        size = (cache.bytes_held + cache.recall_bytes) // cache.batch_size
         return Usage(
             prompt=prompt,
             written=self.writer.written,
@@ -392,6 +396,7 @@ class ActiveRequest(RowSource):
             recalled=recalled,
             bytes=size,
             recomputed=self.recomputed,
+            moved=self._moved,
         )
 
     def status(self, size: int) -> RowStatus:

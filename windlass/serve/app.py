@@ -55,7 +55,7 @@ class Server:
         self.service, self.words, self.settings = service, words, settings
         self.gate, self.metrics = Gate(), Metrics(service)
         self._grammars = Grammars(words, settings.request.grammar_bytes, settings.request.grammar_depth)
-        self._builder = RequestBuilder(service, words, settings.request.texts)
+        self._builder = RequestBuilder(service, words, settings.request.texts, settings.reuse)
         self._threads = CapacityLimiter(THREADS)
 
     async def chat(self, http: HttpRequest, body: ChatRequest) -> Response:

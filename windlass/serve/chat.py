@@ -82,7 +82,10 @@ def usage_of(usages: Sequence[Usage], choices: int, options: Options, left_out: 
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": sum(each.cached for each in firsts)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(each.cached for each in firsts),
+            "moved_tokens": sum(each.moved for each in firsts),
+        },
         "windlass": windlass_of(usages, options, left_out),
     }
 

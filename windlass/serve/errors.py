@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 from fastapi import HTTPException, Response
 
 from windlass.core.errors import UsageError, shown
-from windlass.engine.request import EngineDeadError, Failure, QueueFullError
+from windlass.engine.request import PREFIX, EngineDeadError, Failure, QueueFullError, ReuseMode
 from windlass.serve.metrics import ModelFacts
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -248,5 +248,7 @@ class ServerSettings:
     origins: tuple[str, ...] = ()
     """Pages that a browser may let read answers, as `https://app.example`, or `*` for any."""
     facts: ModelFacts = field(default_factory=ModelFacts)
+    reuse: ReuseMode = PREFIX
+    """The cached tokens that requests take, where they name no mode."""
     salt: bytes | None = None
     """Salt that turns keys into names of owners (default: another one each time the server starts)."""

@@ -8,7 +8,7 @@ from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.parse import AUTO
 from windlass.engine.recompute import recompute_of
-from windlass.engine.request import Grammar, PromptParts, Request, Reuse
+from windlass.engine.request import Grammar, PromptParts, Request, Reuse, ReuseMode
 from windlass.engine.scheduler import Service
 from windlass.engine.sequence import is_alike
 from windlass.engine.text import Stops
@@ -18,7 +18,7 @@ from windlass.serve.schema import ChatRequest, CompletionRequest, Recompute, Tex
 
 RECOMPUTE: Final = "first(16)"  # default of a request with chunks
 LEGACY_MAX_TOKENS: Final = 16  # OpenAI's default for a completion
-ALONE_MAX_TOKENS: Final = 4096  # default for a text with a cache of its own, whose memory is reserved for them
+RESERVED_MAX_TOKENS: Final = 4096  # default for a text with a cache of its own, or recall: its memory is reserved
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,12 @@ def top_logprobs_of(body: ChatRequest | CompletionRequest) -> int | None:
 
 @dataclass(frozen=True)
 class RequestBuilder:
-    """Makes requests of the engine. `most_texts`: of one HTTP request."""
+    """Makes requests of the engine. `most_texts`: of one HTTP request. `reuse`: the mode of one that names none."""
 
     service: Service
     words: PromptTokenizer
     most_texts: int
+    reuse: ReuseMode
 
     def built(
         self,
@@ -142,7 +143,8 @@ class RequestBuilder:
         self._check(body, prompts)
         options = options_of(body.cache_options, self.service.options, self.service.kinds)
         is_of_rows = any(is_alike(options, kind) for kind in self.service.kinds)
-        default = default_tokens if is_of_rows else min(default_tokens, ALONE_MAX_TOKENS)
+        is_reserved = bool(options.recall) or not is_of_rows
+        default = min(default_tokens, RESERVED_MAX_TOKENS) if is_reserved else default_tokens
         most, has_echo = max_tokens_of(body, self.service.limits.max_tokens, default), _has_echo(body)
         if not most and not has_echo:
             raise BadField("max_tokens", "must be at least 1 (0 is for a completion with echo)")
@@ -167,7 +169,7 @@ class RequestBuilder:
                     lookup=body.cache.lookup,
                     store=body.cache.store,
                     name=body.cache.name,
-                    is_exact=body.cache.exact,
+                    mode=self._mode(body.cache.reuse),
                 ),
                 parts=parts_of(body.chunks, prompt),
                 ends=prompt.ends,
@@ -194,6 +196,12 @@ class RequestBuilder:
             self.words.check("prompt", prompt.ids)
             if not prompt.ids:
                 raise ApiError(400, "the prompt is empty. Give at least one token", "prompt", "invalid_value")
+
+    def _mode(self, spec: str | None) -> ReuseMode:
+        try:
+            return self.reuse if spec is None else ReuseMode.of(spec)
+        except UsageError as error:
+            raise BadField("cache.reuse", f"cannot be honoured: {error}") from error
 
     def _stops(self, body: TextRequest) -> Stops:
         try:

@@ -26,7 +26,7 @@ from windlass.core.files import check_folder
 from windlass.engine.admission import check_kinds
 from windlass.engine.prefill import end_of_text
 from windlass.engine.prefix_cache import DiskTier, salt_of
-from windlass.engine.request import EngineLimits
+from windlass.engine.request import PREFIX, EngineLimits, ReuseMode
 from windlass.engine.row_bytes import replace_batch
 from windlass.engine.scheduler import Scheduler, Service, Watcher
 from windlass.hf.attach import attached
@@ -187,8 +187,9 @@ class ServeOptions:
 
     `name` is the model's name for clients. The server writes `rows` texts with these `options` at once, and `kinds`
     adds rows of other options. Prefixes of prompts are cached in `reuse_bytes` of memory, and also in files of
-    `disk_bytes` in all if there is a `reuse_folder`. With `is_shown`, the page at `/` shows the caches of all requests
-    to all who may call the server. Browsers let pages of `origins` read answers.
+    `disk_bytes` in all if there is a `reuse_folder`. Requests use them as `reuse` says, unless they name a mode. With
+    `is_shown`, the page at `/` shows the caches of all requests to all who may call the server. Browsers let pages of
+    `origins` read answers.
     """
 
     name: str
@@ -204,6 +205,7 @@ class ServeOptions:
     kinds: tuple[tuple[int, CacheOptions], ...] = ()
     reuse_folder: Path | None = None
     disk_bytes: int = 1 << 30
+    reuse: ReuseMode = PREFIX
     origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -229,7 +231,13 @@ class ServeOptions:
         # Files outlive the server, and are found by the names of their owners only.
         salt = None if self.reuse_folder is None else salt_of(self.reuse_folder)
         return ServerSettings(
-            self.name, self.keys, hosts, stop_seconds=self.stop_seconds, origins=self.origins, salt=salt
+            self.name,
+            self.keys,
+            hosts,
+            stop_seconds=self.stop_seconds,
+            origins=self.origins,
+            reuse=self.reuse,
+            salt=salt,
         )
 
 

@@ -199,8 +199,8 @@ class ReuseFields(Body):
     """Start from a cached prefix of the prompt, if there is one."""
     store: bool = True
     """Cache the prefix of this prompt for later requests."""
-    exact: bool = False
-    """Use only prefixes that keep the answer the same to the bit. Earlier answers are then read again."""
+    reuse: Word | None = None
+    """Cached tokens to use: `exact`, `prefix`, or `edited`, after which a window may follow, as `edited(16)`."""
     name: Name = ""
     """Only requests with this name share the prefix."""
 

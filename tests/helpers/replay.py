@@ -1,0 +1,232 @@
+"""Edited histories of agents and chats: tokens that are read again, and the distance to a prompt read anew.
+
+    python -m tests.helpers.replay scripts MODEL TEXT... [--count 1000]    # generated tool loops, tokens alone
+    python -m tests.helpers.replay distance MODEL TEXT... [--count 20]     # with the model
+
+TEXT are files of prose. Each prints JSON lines.
+"""
+
+import argparse
+import json
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from windlass.cache.options import CacheOptions
+from windlass.core.step import PROMPT
+from windlass.engine.prefill import Reader, feed
+from windlass.engine.prefix_cache import PrefixCache, Snapshots
+from windlass.engine.recompute import Alignment, EditPlan, shared
+from windlass.engine.request import PREFIX, Request, Reuse, ReuseMode
+from windlass.engine.text import Stops
+from windlass.hf.load import load
+
+HABITS: Final = ("thoughts", "reminder", "pruned", "early word", "hash", "branch", "retry", "plain")
+MODES: Final = ("edited", "edited(16)")
+FURTHER: Final = 64  # tokens whose predictions are compared
+SINKS: Final = 4
+OPENING: Final = "<|im_start|>assistant\n"
+SYSTEM: Final = "You call tools to do what the user asks. Think before you call one, and say what you have found. " * 6
+OPTIONS: Final = CacheOptions(budget=8192, policy="key_diff", rollback=0)
+Ids = tuple[int, ...]
+Words = Callable[[int], str]
+Tokenizer = Callable[[str], Ids]
+
+
+@dataclass
+class Message:
+    """A message of a conversation. A `thought` stands before its text until it is stripped."""
+
+    role: str
+    text: str
+    thought: str = ""
+
+    def __str__(self) -> str:
+        inside = f"<think>{self.thought}</think>\n" * bool(self.thought) + self.text
+        return f"<|im_start|>{self.role}\n{inside}<|im_end|>\n"
+
+
+@dataclass
+class Loop:
+    """A tool loop whose client edits its history by one habit before each turn."""
+
+    habit: str
+    words: Words
+    draw: random.Random
+    messages: list[Message] = field(default_factory=list)
+    day: int = 0
+
+    @property
+    def prompt(self) -> str:
+        """The prompt that the client sends."""
+        head = f"Request {self.draw.getrandbits(64):x}. " * (self.habit == "hash")
+        system = Message("system", f"{head}Today is day {self.day}. {SYSTEM}")
+        reminder = [Message("user", f"Remember: {SYSTEM[:240]}")] * (self.habit == "reminder")
+        return "".join(map(str, [system, *self.messages, *reminder])) + OPENING
+
+    def turn(self) -> str:
+        """Edit the history, and add a message of the user or the output of a tool. Returns this message."""
+        old, habit, is_rare = self.messages, self.habit, self.draw.random() < 0.3
+        if habit == "retry" and old and is_rare:
+            self.messages = old[:-1]
+            return ""
+        if habit == "thoughts":
+            old = [Message(each.role, each.text) for each in old]
+        elif habit == "pruned" and len(old) > 4:
+            old = [Message(each.role, "[pruned]") if each.role == "tool" else each for each in old[:-4]] + old[-4:]
+        elif habit == "early word":
+            self.day += is_rare
+        elif habit == "branch" and len(old) > 5 and is_rare:
+            old = old[: 2 * self.draw.randrange(1, len(old) // 2)]
+        role, most = ("tool", 400) if old and self.draw.random() < 0.7 else ("user", 60)
+        self.messages = [*old, Message(role, self.words(self.draw.randrange(20, most)))]
+        return str(self.messages[-1])
+
+    def answer(self) -> str:
+        """The text that the model writes, which then belongs to the history."""
+        thought = self.words(self.draw.randrange(20, 120)) if self.habit == "thoughts" else ""
+        made = Message("assistant", self.words(self.draw.randrange(10, 60)), thought)
+        self.messages = [*self.messages, made]
+        return str(made).removeprefix(OPENING).removesuffix("\n")
+
+    def turns(self, ids: Tokenizer, count: int) -> Iterator[tuple[Ids, Ids, int]]:
+        """The tokens of each prompt and answer, and the number of tokens of the prompt's new message."""
+        for number in range(count):
+            new = self.turn()
+            prompt = ids(self.prompt)
+            yield prompt, ids(self.answer()), len(ids(new + OPENING)) if number else len(prompt)
+
+
+def prose(files: Sequence[Path], draw: random.Random) -> Words:
+    """Successive pieces of the files, from a drawn place on."""
+    words = [word for file in files for word in file.read_text().split()]
+    at = draw.randrange(len(words))
+
+    def taken(count: int) -> str:
+        nonlocal at
+        at = (at + count) % (len(words) - 1000)
+        return " ".join(words[at : at + count])
+
+    return taken
+
+
+def scripts(ids: Tokenizer, files: Sequence[Path], count: int) -> None:
+    """Tokens of all prompts, those that no earlier text of the loop has, and those read with reuse of each mode."""
+    names = ("prompt", "new", "prefix", "edited")
+    totals = {habit: dict.fromkeys(names, 0) for habit in HABITS}
+    for number in range(count):
+        draw, rows, habit = random.Random(number), list[Ids](), HABITS[number % len(HABITS)]
+        for prompt, answer, new in Loop(habit, prose(files, draw), draw).turns(ids, draw.randrange(5, 41)):
+            alignment, size = Alignment(prompt), len(prompt)
+            prefix = max((min(shared(row, prompt), size - 1) for row in rows), default=0)
+            plans = [EditPlan.of(alignment.to(row), size, SINKS, 0) for row in rows]
+            edited = max([prefix, *(plan.cached for plan in plans)])
+            for name, tokens in zip(names, (size, new, size - prefix, size - edited), strict=True):
+                totals[habit][name] += tokens
+            rows.append(prompt + answer[:-1])
+    for habit, total in totals.items():
+        print(json.dumps({"habit": habit, "scripts": count // len(HABITS), **total}))
+
+
+@torch.no_grad()
+def read(model: PreTrainedModel, prompt: Ids, own: Snapshots | None, mode: ReuseMode, ends: Ids = ()) -> Reader:
+    """A reader that has read a prompt."""
+    reuse = Reuse(mode=mode, store=False)  # so that no row is moved
+    request = Request(prompt, OPTIONS, 1, Stops(frozenset()), reuse=reuse, ends=ends)
+    reader = Reader(model, request, own or Snapshots(PrefixCache(0)))
+    while not reader.is_done:
+        reader.read()
+    return reader
+
+
+def rows_of(model: PreTrainedModel, texts: Sequence[Ids], mode: ReuseMode) -> Snapshots:
+    """The rows of texts, read one after the other."""
+    own = Snapshots(PrefixCache(1 << 33))
+    for text in texts:
+        own.keep(read(model, text, own, mode).entry)
+    return own
+
+
+@torch.no_grad()
+def predictions(model: PreTrainedModel, reader: Reader, further: Ids) -> torch.Tensor:
+    """Log probabilities of the tokens after the prompt, each after those before it."""
+    assert reader.logits is not None
+    logits = feed(model, reader.cache, [list(further[:-1])], [*range(len(further) - 1)], PROMPT)[0]
+    return torch.cat([reader.logits[None], logits]).float().log_softmax(-1)
+
+
+def distance(model: PreTrainedModel, ids: Tokenizer, files: Sequence[Path], count: int) -> None:
+    """KL to a prompt read anew and equal first choices, of single edits, and for one text in four of loops."""
+    found = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
+    for number in range(count):
+        for edit, (texts, prompt, further) in edits(ids, files, number).items():
+            fresh = predictions(model, read(model, prompt, None, PREFIX), further)
+            readers = {"anew in other chunks": read(model, prompt, None, PREFIX, (301, 777))}
+            for label in MODES:
+                mode = ReuseMode.of(label)
+                readers[label] = read(model, prompt, rows_of(model, texts, mode), mode)
+            for label, reader in readers.items():
+                read_again, own = len(prompt) - reader.cached, predictions(model, reader, further)
+                kl, is_equal = (fresh.exp() * (fresh - own)).sum(-1), fresh.argmax(-1) == own.argmax(-1)
+                told = {"equal": float(is_equal.float().mean()), "read": read_again, "prompt": len(prompt)}
+                found[edit, label].append({"kl": kl.tolist(), **told})
+    for (edit, label), rows in found.items():
+        every = sorted(each for row in rows for each in row["kl"])
+        told = {"kl": statistics.mean(every), "kl_p99": every[int(0.99 * len(every))]}
+        told |= {name: statistics.mean(row[name] for row in rows) for name in ("equal", "read", "prompt")}
+        print(json.dumps({"edit": edit, "reuse": label, "texts": len(rows), **told}))
+
+
+def edits(ids: Tokenizer, files: Sequence[Path], number: int) -> dict[str, tuple[list[Ids], Ids, Ids]]:
+    """Texts about a novel, one after the other, the prompt that they become, and its further text."""
+    words = prose([files[number % len(files)]], random.Random(number))
+    system, reminder = str(Message("system", SYSTEM)), str(Message("user", f"Remember: {words(40)}"))
+    a, b, c, d = (str(Message(("assistant", "user")[at % 2], words(n))) for at, n in enumerate((260, 90, 280, 80), 1))
+    e = str(Message("user", words(320))) + OPENING
+    further, whole = ids(words(FURTHER))[:FURTHER], ids(system + a + b + c + d + e)
+    found = {
+        "a turn is dropped": ([whole], ids(system + a + d + e), further),
+        "an early word is changed": (
+            [whole],
+            ids(system.replace("tools", "functions", 1) + a + b + c + d + e),
+            further,
+        ),
+        "a reminder moves to the end": (
+            [ids(system + a + b + reminder + c + d + e)],
+            ids(system + a + b + c + d + e.removesuffix(OPENING) + reminder + OPENING),
+            further,
+        ),
+    }
+    for habit in ("thoughts", "pruned") if number % 4 == 1 else ():
+        draw = random.Random(number)
+        *before, (prompt, answer, _) = Loop(habit, prose(files, draw), draw).turns(ids, 8)
+        texts = [row + its[:-1] for row, its, _ in before]
+        found[f"a loop of 8 turns, {habit}"] = texts, prompt, answer[:FURTHER]
+    return found
+
+
+def main() -> None:
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("scripts", "distance"))
+    parser.add_argument("model", help="folder of a chat model")
+    parser.add_argument("texts", type=Path, nargs="+", help="files of prose")
+    parser.add_argument("--count", type=int, default=20, help="texts, or scripts of all habits together")
+    asked = parser.parse_args()
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(asked.model)
+    ids: Tokenizer = lambda text: tuple(tokenizer(text)["input_ids"])  # noqa: E731
+    if asked.what == "scripts":
+        scripts(ids, asked.texts, asked.count)
+    else:
+        distance(load(asked.model, "bfloat16")[0], ids, asked.texts, asked.count)
+
+
+if __name__ == "__main__":
+    main()
