@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.serving import ScriptedService, Served, ask, chat, complete, says, serving
 from windlass.serve.errors import RequestLimits
-from windlass.serve.items import ResponsesRequest
+from windlass.serve.responses import ResponsesRequest
 from windlass.serve.schema import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -10,7 +10,7 @@ from tests.helpers.serving import ScriptedService, Served, ask, chat, complete, 
 from windlass.cache.options import CacheOptions
 from windlass.core.fields import field_info
 from windlass.engine.sampling import Sampling
-from windlass.serve.items import ResponsesRequest
+from windlass.serve.responses import ResponsesRequest
 from windlass.serve.schema import CacheFields, ChatRequest, CompletionRequest, SamplingFields
 
 BODIES = {

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.serve.parsers import Call, CallReader
+from windlass.serve.forms import HERMES
+from windlass.serve.parsers import Call, CallReader, TextPart
 
 CALL = '{"name": "clock", "arguments": {"zone": "CET"}}'
 CLOCK = Call("clock", '{"zone": "CET"}')
@@ -32,14 +33,16 @@ CASES = {
 @given(data=st.data())
 def test_a_text_in_pieces(text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    reader = CallReader(["clock"], is_bound=False)
-    pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    shown = "".join(reader.feed(piece) for piece in pieces)
-    rest, calls = reader.end()
-    assert (shown + rest, calls) == CASES[text]
+    reader, said = CallReader(HERMES, {"clock": {}}), TextPart()
+    for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        said = said.then(reader.feed(text[start:stop]))
+    said = said.then(reader.end())
+    names = [part.name for part in said.calls if part.name]
+    arguments = ["".join(part.arguments for part in said.calls if part.number == at) for at in range(len(names))]
+    assert (said.text, [*map(Call, names, arguments)]) == CASES[text]
 
 
 def test_text_is_given_out_as_soon_as_it_can_be_no_call() -> None:
-    reader = CallReader(["clock"], is_bound=False)
+    reader = CallReader(HERMES, {"clock": {}})
     pieces = ("\n", "Hi ", "<to", "m>", "<tool", "_call>", "{")
-    assert [reader.feed(piece) for piece in pieces] == ["", "\nHi ", "", "<tom>", "", "", ""]
+    assert [reader.feed(piece).text for piece in pieces] == ["", "\nHi ", "", "<tom>", "", "", ""]

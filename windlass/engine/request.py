@@ -68,6 +68,7 @@ class Request:
     joined, not read in order. None: no parts. `seconds`: the request fails once it took longer, its wait for a row
     included. None: the engine's limit. `ends`: the number of prompt tokens before the end of each message, where known.
     `head`: the number of tokens of the system text, with all that the chat template puts before a user's first message.
+    `hidden`: the special tokens that have no text. None: all of them.
     """
 
     prompt: tuple[int, ...]
@@ -87,6 +88,7 @@ class Request:
     parts: PromptParts | None = None
     ends: tuple[int, ...] = ()
     head: int = 0
+    hidden: frozenset[int] | None = None
 
     @cached_property
     def pass_ends(self) -> tuple[int, ...]:

@@ -57,7 +57,8 @@ class Writer:
         self.request, self._ranks = request, ranks
         # The repetition penalty is part of the logits of reported log probabilities: `_adjusted` has it.
         self._sampler = Sampler(replace(request.sampling, repetition_penalty=1.0), [request.prompt], device)
-        self._row = RowText(TextStream.after(tokenizer, request.prompt, request.stops), request.max_tokens)
+        stream = TextStream.after(tokenizer, request.prompt, request.stops, request.hidden)
+        self._row = RowText(stream, request.max_tokens)
         self._counts = Counter[int]()
         self._seen: Tensor | None = None  # (vocabulary,) bool: tokens of the prompt and the text, for the penalty
 

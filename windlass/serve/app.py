@@ -23,13 +23,12 @@ from windlass.engine.scheduler import Service
 from windlass.serve.chat import AnswerDocuments, AnswerHeader, ChatDocuments, CompletionDocuments, PartialText
 from windlass.serve.errors import ApiError, BadField, JsonAnswer, ServerSettings, from_json, of_validation, stopping
 from windlass.serve.grammar import Grammars
-from windlass.serve.items import ResponsesRequest
 from windlass.serve.metrics import Metrics, model_document
 from windlass.serve.middleware import TENANT, Authentication, BodyLimit, RequestLog
-from windlass.serve.parsers import CallReader, ThoughtReader, schema_of
+from windlass.serve.parsers import reader_of
 from windlass.serve.prompts import Chunk, Prompt, PromptTokenizer, check_conversation, conversation
 from windlass.serve.requests import LEGACY_MAX_TOKENS, GenerationRequest, RequestBuilder
-from windlass.serve.responses import ResponseDocuments
+from windlass.serve.responses import ResponseDocuments, ResponsesRequest
 from windlass.serve.schema import (
     CacheQuery,
     ChatRequest,
@@ -178,23 +177,22 @@ class Server:
             variables = {THINKING: False, **variables}
         prompt = self.words.chat(messages, [] if choice == "none" else tools, variables)
         grammars: Sequence[Grammar] = ()
+        before = prompt.form.calls.answer
         if is_demanded:
             if body.response_format.type != "text":
                 raise BadField("response_format", "and a tool_choice that demands a call exclude each other")
-            grammars = self._grammars.of("tools", schema_of(tools, choice), body.n)
+            grammars = self._grammars.of_call(prompt.form.calls, body.callable, choice, body.n)
         elif isinstance(body.response_format, SchemaFormat):
             name = "response_format.json_schema.schema"
-            grammars = self._grammars.of(name, body.response_format.json_schema.schema_, body.n)
+            grammars = self._grammars.of(name, body.response_format.json_schema.schema_, body.n, before)
         elif body.response_format.type == "json_object":
-            grammars = self._grammars.of("response_format", {"type": "object"}, body.n)
+            grammars = self._grammars.of("response_format", {"type": "object"}, body.n, before)
         return self._builder.built(body, [prompt], grammars, self.service.limits.max_tokens, tenant)
 
     def _partial(self, body: ChatRequest, asked: GenerationRequest) -> PartialText:
         """Return the reader of a chat's text, of thoughts where its model thinks, and of calls of the given tools."""
-        names = body.function_names
-        calls = CallReader(names, body.choice != "auto") if names and body.choice != "none" else None
-        begun = asked.has_begun_thought
-        return PartialText(calls, thoughts=None if begun is None else ThoughtReader(begun))
+        hidden = [*self.words.marks(asked.form.marks(bool(body.callable)))]
+        return PartialText(reader_of(asked.form, body.callable, asked.has_begun_thought, hidden))
 
     def _built_completion(self, body: CompletionRequest, tenant: str) -> GenerationRequest:
         chunks = [Chunk(each) for each in body.chunks.texts] if body.chunks is not None else []

@@ -445,9 +445,10 @@ class ChatRequest(TextRequest):
         return [{"type": FUNCTION, "function": tool.function.model_dump(exclude_unset=True)} for tool in tools]
 
     @property
-    def function_names(self) -> list[str]:
-        """The names of the functions among the tools."""
-        return [tool.function.name for tool in self.tools if isinstance(tool, FunctionTool)]
+    def callable(self) -> dict[str, Object]:
+        """The schema of the arguments of each function that may be called, by the function's name."""
+        tools = [tool.function for tool in self.tools if isinstance(tool, FunctionTool)]
+        return {} if self.choice == "none" else {tool.name: tool.parameters or {} for tool in tools}
 
     @property
     def choice(self) -> str:
