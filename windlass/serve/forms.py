@@ -46,8 +46,7 @@ class CallForm:
     object. `filler` may stand before the second mark and `gap` behind it. With `repeats`, further calls need no mark.
     `others` are marks without a text, and `ends` tokens that end a reply.
 
-    A demanded call is written as `before`, its name, `between`, its arguments, `after`. With an empty `between`, name
-    and arguments are an object, the arguments under `key`.
+    A demanded call is written as `before`, its name, `between`, its arguments, `after`.
     """
 
     family: str
@@ -57,7 +56,6 @@ class CallForm:
     before: str = ""
     between: str = ""
     after: str = ""
-    key: str = "arguments"
     pairs: PairForm | None = None
     filler: str = SPACE
     gap: str = SPACE
@@ -145,8 +143,9 @@ MISTRAL_LIST: Final = CallForm(
     evidence=re.compile(r"\[TOOL_CALLS\]"),
     marks=MISTRAL.marks,
     heads=MISTRAL.heads,
-    before="[TOOL_CALLS][",
-    after="]",
+    before='[TOOL_CALLS][{"name": "',
+    between='", "arguments": ',
+    after="}]",
     gap=MISTRAL.gap,
     repeats=True,
     others=("[ARGS]", "[CALL_ID]"),
@@ -204,15 +203,18 @@ HERMES: Final = CallForm(
     evidence=re.compile("<tool_call>"),
     marks=(("<tool_call>", "</tool_call>"),),
     heads=(OBJECT,),
-    before="<tool_call>\n",
-    after="\n</tool_call>",
+    before='<tool_call>\n{"name": "',
+    between='", "arguments": ',
+    after="}\n</tool_call>",
 )
 LLAMA: Final = CallForm(
     family="Llama 3",
     evidence=re.compile(r'<\|python_tag\|>|"parameters": dictionary'),
     marks=(("<|python_tag|>", ""),),
     heads=(OBJECT,),
-    key="parameters",
+    before='{"name": "',
+    between='", "parameters": ',
+    after="}",
     gap=f"{SPACE};,",
     repeats=True,
     ends=("<|eom_id|>",),

@@ -116,17 +116,6 @@ def call_grammar(form: CallForm, functions: Functions, marks: Mapping[str, int])
     Raises: BadField for a schema that the form cannot hold.
     """
     before, between, after = (literal(text, marks) for text in (form.before, form.between, form.after))
-    if not form.between:
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": name}, form.key: schema or NO_ARGUMENTS},
-                "required": ["name", form.key],
-                "additionalProperties": False,
-            }
-            for name, schema in functions.items()
-        ]
-        return f"start: {before} {_json({'anyOf': calls} if len(calls) > 1 else calls[0])} {after}"
     rules = [f"start: {before} ({' | '.join(f'call_{at}' for at in range(len(functions)))}) {after}"]
     for at, (name, schema) in enumerate(functions.items()):
         if form.pairs is None:
