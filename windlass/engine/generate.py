@@ -109,6 +109,11 @@ class RowText:
         """Characters of the text, those that are held back among them."""
         return self._stream.length
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text. None: there was none."""
+        return self._stream.stopped_by
+
     def step(self, token: int) -> RowStep:
         """The row after `token`. `taken` records it once the cache has the token."""
         if self.reason != "interrupted":

@@ -165,10 +165,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Finish:
-    """The text has ended."""
+    """The text has ended, by the stop string `stopped_by` if there was one."""
 
     reason: FinishReason
     usage: Usage
+    stopped_by: str | None = None
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,11 @@ class Writer:
         return self._row.reason
 
     @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text. None: there was none."""
+        return self._row.stopped_by
+
+    @property
     def token(self) -> int:
         """The latest token."""
         return self._row.tokens[-1]
@@ -320,7 +325,7 @@ class ActiveRequest(RowSource):
             self._end(self.writer.reason)
 
     def _end(self, reason: FinishReason) -> None:
-        self.is_over, self._finish = True, Finish(reason, self.usage())
+        self.is_over, self._finish = True, Finish(reason, self.usage(), self.writer.stopped_by)
 
     def fail(self, message: str, is_ours: bool) -> None:
         """End the request with an error. After one of ours nobody knows what its row holds."""

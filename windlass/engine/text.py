@@ -25,14 +25,14 @@ class Stops:
         lengths = range(min(len(text), longest - 1), 0, -1)
         return next((n for n in lengths if any(each.startswith(text[-n:]) for each in self.strings)), 0)
 
-    def first_in(self, text: str) -> int | None:
-        """The start of the stop string that is complete first, read character by character. None: there is none.
+    def first_in(self, text: str) -> tuple[int, str] | None:
+        """The stop string that is complete first, read character by character, and its start. None: there is none.
 
         If two are complete at the same character, the longer one counts.
         """
-        starts = [(text.find(each), len(each)) for each in self.strings]
-        found = [(start + length, start) for start, length in starts if start >= 0]
-        return min(found)[1] if found else None
+        starts = [(text.find(each), each) for each in self.strings]
+        found = [(start + len(each), start, each) for start, each in starts if start >= 0]
+        return min(found)[1:] if found else None
 
 
 def stops_of(
@@ -106,7 +106,7 @@ class TextStream:
     """The text of a row whose tokens come one at a time. Each token makes another `TextStream`.
 
     `piece` is the text that the latest token has given out: never part of a character, nor text that may still become
-    a stop string. `is_stopped` once there was one. Bytes of a character that the text ends in are never given out.
+    a stop string. `stopped_by`: the one that came. Bytes of a character that the text ends in are never given out.
     Special tokens of `hidden` have no text. None: all of them.
     """
 
@@ -118,7 +118,7 @@ class TextStream:
     piece: str = ""
     held: str = ""  # text that may become a stop string, so it is not yet given out
     length: int = 0  # characters given out or held
-    is_stopped: bool = False
+    stopped_by: str | None = None
     hidden: frozenset[int] | None = None
 
     @classmethod
@@ -136,6 +136,11 @@ class TextStream:
             return stream
         known = [stream._own_bytes(token) or b"" for token in tokens]
         return replace(stream, unfinished=_parted(b"".join(known))[1])
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return True if there was a stop string."""
+        return self.stopped_by is not None
 
     def pushed(self, token: int, is_last: bool = False) -> "TextStream":
         """The stream after `token`. After the last one, no held text can become a stop string any more."""
@@ -164,14 +169,15 @@ class TextStream:
 
     def _given(self, text: str, is_last: bool) -> "TextStream":
         new = self.held + text
-        stop = self.stops.first_in(new)
+        found = self.stops.first_in(new)
+        stop, by = (None, None) if found is None else found
         given = new[:stop] if stop is not None or is_last else new[: len(new) - self.stops.held_back(new)]
         return replace(
             self,
             piece=given,
             held=new[len(given) :] if stop is None else "",
             length=self.length + len(text),
-            is_stopped=stop is not None,
+            stopped_by=by,
         )
 
 

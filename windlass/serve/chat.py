@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from windlass.engine.request import Finish, Piece, Usage
-from windlass.serve.errors import DONE, ApiError, event
+from windlass.serve.errors import DONE, ApiError, comment, event
 from windlass.serve.parsers import Call, CallPart, ReplyReader, TextPart
 from windlass.serve.prompts import Echo, PromptTokenizer
 
@@ -195,6 +195,10 @@ class AnswerDocuments(ABC):
     def wire(self, document: dict[str, Any]) -> bytes:
         """A chunk as it is sent."""
         return event(document)
+
+    def waiting(self) -> bytes:
+        """Bytes that show that the connection is alive."""
+        return comment("waiting")
 
     def failure(self, error: ApiError) -> bytes:
         """The last bytes of a stream that fails."""

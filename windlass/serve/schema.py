@@ -242,16 +242,19 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
+StopStrings = Annotated[
+    list[Annotated[Label, Field(min_length=1)]],
+    Field(max_length=16),
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given, str | list[str]),
+]
+
+
 class SharedFields(SamplingFields, CacheFields):
     """Fields of every route that writes text."""
 
     model: Label | None = None
     """The model's name, as `/v1/models` has it (default: the server's only model)."""
-    stop: Annotated[
-        list[Annotated[Label, Field(min_length=1)]],
-        Field(max_length=16),
-        BeforeValidator(lambda given: [given] if isinstance(given, str) else given, str | list[str]),
-    ] = []
+    stop: StopStrings = []
     """One or more strings that end the text."""
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
