@@ -347,11 +347,12 @@ async def refused(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RouterException)
     if error.status_code == 404:
         known = dict.fromkeys(route.path for route in http.app.routes if isinstance(route, APIRoute))
-        return ApiError(404, f"there is no such route. There are {', '.join(known)}", None, "unknown_route").answer()
+        told = f"there is no such route. There are {', '.join(known)}"
+        return ApiError(404, told, None, "unknown_route").answer(path)
     if error.status_code == 405:
         methods = [method for route in routes_of(http.app, path) for method in sorted(route.methods or ())]
         return ApiError(405, f"{path} takes {' and '.join(methods) or 'GET'} only", None, "wrong_method").answer(path)
-    return ApiError(error.status_code, str(error.detail)).answer()
+    return ApiError(error.status_code, str(error.detail)).answer(path)
 
 
 def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:

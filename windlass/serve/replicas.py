@@ -259,7 +259,7 @@ class Front:
         except (ClientGone, ClientDisconnect):
             pass
         except ApiError as error:
-            answer = error.answer()
+            answer = error.answer(scope["path"])
             answer.headers["x-request-id"] = f"req_{secrets.token_hex(12)}"
             await answer(scope, receive, send)
 
