@@ -211,6 +211,14 @@ CASES = {
         calls=(CLOCK,),
         thoughts=MISTRAL_THINK,
     ),
+    "magistral, special marks": Case(
+        MISTRAL,
+        "[THINK]A [ARGS]clock [T[/THINK]Yes [/THINK].",
+        "Yes .",
+        "A clock [T",
+        thoughts=MISTRAL_THINK,
+        hidden=("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]"),
+    ),
     "mistral, a list": Case(
         MISTRAL_LIST,
         '[TOOL_CALLS] [{"name": "search", "arguments": {"query": "a } \\" b", "limit": 5}, "id": "bbc5b7ede"}, '
@@ -370,6 +378,14 @@ def test_a_reply_that_is_cut_within_a_call() -> None:
         assert reader.is_cut
 
 
+def test_a_thought_comes_before_the_text() -> None:
+    for case in CASES.values():
+        if case.form is not HARMONY:
+            parts = read(case, [*range(1, len(case.written))])
+            thoughts, texts = ([at for at, each in enumerate(parts) if each[kind]] for kind in (1, 0))
+            assert not texts or max(thoughts, default=-1) <= texts[0]
+
+
 def test_numbers_of_calls_go_on() -> None:
     parts = read(CASES["mistral, a list in another order"], [])
     assert [call for part in parts for call in part.calls] == [
@@ -384,6 +400,8 @@ def test_numbers_of_calls_go_on() -> None:
     ("text", "schema", "value"),
     [
         ("5", {"type": "string"}, "5"),
+        ("null", {"type": "string"}, "null"),
+        ('{"a": 1}', {"type": "string"}, '{"a": 1}'),
         ("5", {"type": "integer"}, 5),
         ("5", {}, 5),
         ("five", {"type": "integer"}, "five"),

@@ -99,4 +99,8 @@ def test_a_thought_has_the_name_that_a_template_reads() -> None:
         {**said, "content": "", "tool_calls": [call("a")]},
     ]
     text = read(THINKING, [{"role": "user", "content": "Time?"}, *calls])
-    assert text.strip("/").split("/")[1:] == ["[assistant]So.|Late.", "[assistant]|Late.<clock {}>", "[assistant]So.|<clock {}>"]
+    assert text.strip("/").split("/")[1:] == [
+        "[assistant]So.|Late.",
+        "[assistant]|Late.<clock {}>",
+        "[assistant]So.|<clock {}>",
+    ]
