@@ -146,7 +146,7 @@ AnyTool = Annotated[CustomTool, Tag(FUNCTION_TAG)] | Annotated[OtherTool, Tag("o
 
 
 class ToolChoice(Body):
-    """Whether a function is to be called, and which one."""
+    """Choice of the function that is to be called, if any."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Label | None = None
@@ -162,7 +162,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model thinks. `disabled` turns a model's thinking off if its chat template can."""
+    """Switch of a model's thoughts. `disabled` turns a model's thinking off if its chat template can."""
 
     ignored = frozenset(("display",))
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
