@@ -232,6 +232,18 @@ def test_the_template_tells_the_form(form: CallForm) -> None:
         assert not {*marks.values()} & (asked.hidden or {*()})
 
 
+def test_an_answer_of_a_schema_is_in_its_channel() -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"const": {"a": 5}}}}
+    written = '<|channel|>final<|message|>{"a": 5}'
+    for is_harmony, family in ((True, HARMONY), (False, HERMES)):
+        with serving(ScriptedService(says(written if is_harmony else written[27:])), words_of(family)) as server:
+            answer = ask(server.port, "/v1/chat/completions", chat(response_format=form)).document
+            assert answer["choices"][0]["message"]["content"] == '{"a": 5}'
+            grammar = server.service.requests[-1].grammar
+            assert grammar is not None
+            assert takes(family, grammar, written if is_harmony else written[27:])
+
+
 def test_every_family_is_told_by_its_marks() -> None:
     for form in CALL_FORMS:
         assert ReplyForm.of(EVIDENCE[form.family]).calls is form

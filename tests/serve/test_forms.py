@@ -378,6 +378,29 @@ def test_a_reply_that_is_cut_within_a_call() -> None:
         assert reader.is_cut
 
 
+LONG = " " * 20_000
+LONG_CASES = [
+    Case(GLM, f"<tool_call>search<arg_key>{LONG}</tool_call>", "", calls=(("search", {}),)),
+    Case(GLM, "<tool_call>search" + "<arg_key>a</arg_key><arg_value>" * 3_000, "all"),
+    Case(QWEN_XML, "<function=search>" * 3_000, "all"),
+    Case(QWEN_XML, "<tool_call>" * 3_000, "all"),
+    Case(MISTRAL, f"[TOOL_CALLS]a{LONG}a", "all"),
+    Case(MISTRAL_LIST, f"[TOOL_CALLS]a[CALL_ID]{LONG}[ARGS]{LONG}", "all"),
+    Case(HERMES, '<tool_call>{"name"' + LONG, "all"),
+    Case(HERMES, '{"type": "a", ' * 3_000, "all"),
+    Case(KIMI, f"<|tool_call_begin|>functions.functions.{LONG}", "all"),
+    Case(HARMONY, "<|channel|>" * 3_000),
+]
+
+
+@pytest.mark.parametrize("case", LONG_CASES, ids=lambda case: case.written[:30])
+def test_a_long_broken_reply_is_read_soon(case: Case) -> None:
+    """Patterns that try each length of each gap would take hours."""
+    text, _, calls = joined(read(case, [*range(25, len(case.written), 25)]))
+    assert text == (case.written if case.text == "all" else case.text)
+    assert [name for name, _ in calls] == [name for name, _ in case.calls]
+
+
 def test_a_thought_comes_before_the_text() -> None:
     for case in CASES.values():
         if case.form is not HARMONY:

@@ -27,14 +27,29 @@ THOUGHT_FORMS: Final = (ThoughtForm("<think>", "</think>"), ThoughtForm("[THINK]
 class PairForm:
     """Arguments as pairs of a key and a value. Each is written as `before`, the key, `between`, the value, `after`.
 
-    `call` finds a call's name and its body in the text between two marks, and `pair` the pairs of the body.
+    `name` finds the name of a call, and `end` stands behind its pairs.
     """
 
-    call: re.Pattern[str]
-    pair: re.Pattern[str]
+    name: re.Pattern[str]
+    end: str
     before: str
     between: str
     after: str
+
+    def pairs(self, text: str) -> Iterator[tuple[str, str]]:
+        """The pairs of a call, up to the first that is not whole. White space between marks does not matter."""
+        between, after, at = self.between.split(), self.after.strip(), 0
+        while (start := text.find(self.before, at)) >= 0:
+            stop = text.find(between[0], start)
+            begin = text.find(between[-1], stop)
+            end = text.find(after, begin)
+            if min(stop, begin, end) < 0:
+                return
+            key, value = text[start + len(self.before) : stop].strip(), text[begin + len(between[-1]) : end]
+            if self.between.endswith("\n"):
+                value = value.removeprefix("\n").removesuffix("\n")
+            yield key, value
+            at = end
 
 
 @dataclass(frozen=True)
@@ -78,10 +93,10 @@ def _deepseek(name: str) -> str:
 
 _CALL, _SEPARATOR, _CALL_END = _deepseek("tool call begin"), _deepseek("tool sep"), _deepseek("tool call end")
 _CALLS, _CALLS_END = _deepseek("tool calls begin"), _deepseek("tool calls end")
-NAME: Final = r"\s*(?P<name>[\w.-]+?)"
+NAME: Final = r"\s*+(?P<name>[\w.-]++)"
 OBJECT: Final = re.compile(
-    r'\s*(?P<outer>\{)\s*(?:"(?:type|id)"\s*:\s*"[^"\\]*"\s*,\s*)*'
-    r'"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\s*+(?P<outer>\{)\s*+(?:"(?:type|id)"\s*+:\s*+"[^"\\]*"\s*+,\s*+)*'
+    r'"name"\s*+:\s*+"(?P<name>[^"\\]*)"\s*+,\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{)'
 )
 
 HARMONY: Final = CallForm(
@@ -97,7 +112,7 @@ DEEPSEEK_V3: Final = CallForm(
     family="DeepSeek V3 and R1",
     evidence=re.compile(rf"{_CALL}(?s:.*)```json"),
     marks=((_CALL, _CALL_END),),
-    heads=(re.compile(rf"\s*(?:function)?{_SEPARATOR}{NAME}\s*```json\s*(?=\{{)"),),
+    heads=(re.compile(rf"\s*+(?:function)?+{_SEPARATOR}{NAME}\s*+```json\s*+(?=\{{)"),),
     before=f"{_CALLS}{_CALL}function{_SEPARATOR}",
     between="\n```json\n",
     after=f"\n```{_CALL_END}{_CALLS_END}",
@@ -108,7 +123,7 @@ DEEPSEEK: Final = CallForm(
     family="DeepSeek V3.1",
     evidence=re.compile(_CALL),
     marks=((_CALL, _CALL_END),),
-    heads=(re.compile(rf"{NAME}\s*{_SEPARATOR}\s*(?=\{{)"),),
+    heads=(re.compile(rf"{NAME}\s*+{_SEPARATOR}\s*+(?=\{{)"),),
     before=f"{_CALLS}{_CALL}",
     between=_SEPARATOR,
     after=f"{_CALL_END}{_CALLS_END}",
@@ -118,7 +133,7 @@ KIMI: Final = CallForm(
     family="Kimi K2",
     evidence=re.compile(r"<\|tool_call_argument_begin\|>"),
     marks=(("<|tool_call_begin|>", "<|tool_call_end|>"),),
-    heads=(re.compile(rf"\s*(?:functions\.)?{NAME}(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{{)"),),
+    heads=(re.compile(rf"\s*+(?:functions\.)?+{NAME}(?::\d++)?+\s*+<\|tool_call_argument_begin\|>\s*+(?=\{{)"),),
     before="<|tool_calls_section_begin|><|tool_call_begin|>functions.",
     between=":0<|tool_call_argument_begin|>",
     after="<|tool_call_end|><|tool_calls_section_end|>",
@@ -129,8 +144,8 @@ MISTRAL: Final = CallForm(
     evidence=re.compile(r"\[TOOL_CALLS\](?s:.*)\[ARGS\]"),
     marks=(("[TOOL_CALLS]", ""),),
     heads=(
-        re.compile(rf"{NAME}\s*(?:\[CALL_ID\]\s*[\w-]*\s*)?(?:\[ARGS\])?\s*(?=\{{)"),
-        re.compile(rf"\s*\[?{OBJECT.pattern}"),
+        re.compile(rf"{NAME}\s*+(?:\[CALL_ID\]\s*+[\w-]*+\s*+)?+(?:\[ARGS\])?+\s*+(?=\{{)"),
+        re.compile(rf"\s*+\[?{OBJECT.pattern}"),
     ),
     before="[TOOL_CALLS]",
     between="[ARGS]",
@@ -159,8 +174,8 @@ GLM: Final = CallForm(
     between="\n",
     after="</tool_call>",
     pairs=PairForm(
-        re.compile(r"(?s)<tool_call>\s*(?P<name>[^\s<]+)\s*(?P<body>.*?)</tool_call>"),
-        re.compile(r"(?s)<arg_key>\s*(?P<key>.*?)\s*</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),
+        re.compile(r"<tool_call>\s*+(?P<name>[^\s<]{1,256})"),
+        end="</tool_call>",
         before="<arg_key>",
         between="</arg_key>\n<arg_value>",
         after="</arg_value>\n",
@@ -175,8 +190,8 @@ QWEN_XML: Final = CallForm(
     between=">\n",
     after="</function>\n</tool_call>",
     pairs=PairForm(
-        re.compile(r"(?s)<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>"),
-        re.compile(r"(?s)<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"),
+        re.compile(r"<function=(?P<name>[^>\n]{1,256})>"),
+        end="</function>",
         before="<parameter=",
         between=">\n",
         after="\n</parameter>\n",
@@ -191,8 +206,8 @@ MINIMAX: Final = CallForm(
     between='">\n',
     after="</invoke>\n</minimax:tool_call>",
     pairs=PairForm(
-        re.compile(r'(?s)<invoke name="(?P<name>[^"\n]+)">(?P<body>.*?)</invoke>'),
-        re.compile(r'(?s)<parameter name="(?P<key>[^"\n]+)">(?P<value>.*?)</parameter>'),
+        re.compile(r'<invoke name="(?P<name>[^"\n]{1,256})">'),
+        end="</invoke>",
         before='<parameter name="',
         between='">',
         after="</parameter>\n",

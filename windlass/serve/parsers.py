@@ -313,8 +313,9 @@ class CallReader:
         return True
 
     def _whole_pairs(self, closing: str) -> bool:
-        stop = self._held.find(closing)
+        stop = self._held.find(closing, self._scanned)
         if stop < 0:
+            self._scanned = max(len(self._held) - len(closing), 0)
             return False
         found = self._with_pairs(self._held[: stop + len(closing)])
         if not found:
@@ -327,10 +328,13 @@ class CallReader:
     def _with_pairs(self, body: str) -> list[Call]:
         """All calls between two marks. None of them where one is not valid."""
         assert self._form.pairs is not None
-        found = [*self._form.pairs.call.finditer(self._opening + body)]
-        if any(each["name"] not in self._functions for each in found):
-            return []
-        return [_paired(self._form.pairs, each, self._functions[each["name"]]) for each in found]
+        form, text, found, at = self._form.pairs, self._opening + body, list[Call](), 0
+        while (head := form.name.search(text, at)) is not None:
+            at = text.find(form.end, head.end())
+            if at < 0 or head["name"] not in self._functions:
+                return []
+            found.append(_paired(form, head["name"], text[head.end() : at], self._functions[head["name"]]))
+        return found
 
     def _add(self, call: Call) -> None:
         self._parts += [CallPart(self._count, call.name), CallPart(self._count, "", call.arguments)]
@@ -407,13 +411,10 @@ def call_of(text: str, functions: Functions) -> Call | None:
     return Call(found["name"], _json(given)) if isinstance(given, dict) else None
 
 
-def _paired(form: PairForm, found: re.Match[str], schema: Schema) -> Call:
+def _paired(form: PairForm, name: str, text: str, schema: Schema) -> Call:
     """A call whose arguments are pairs, each value of the type that the schema asks for."""
     properties = properties_of(schema)
-    arguments = {
-        each["key"]: typed(each["value"], properties.get(each["key"], {})) for each in form.pair.finditer(found["body"])
-    }
-    return Call(found["name"], _json(arguments))
+    return Call(name, _json({key: typed(value, properties.get(key, {})) for key, value in form.pairs(text)}))
 
 
 def _json(value: Any) -> str:
