@@ -93,9 +93,14 @@ class InputMessage(Body):
 
     role: Literal["user", "assistant", "system"]
     content: Text | Annotated[list[AnyBlock], Field(fail_fast=True)]
+    pin: bool = False
+    """Never evict the tokens of this message. All messages before it must be pinned, or of the system."""
 
     def messages(self) -> list[dict[str, Any]]:
         """The messages as `prompts.conversation` has them. Each result of a call is a message of its own."""
+        return [each | {"pin": True} for each in self._messages()] if self.pin else self._messages()
+
+    def _messages(self) -> list[dict[str, Any]]:
         blocks = [TextBlock(type="text", text=self.content)] if isinstance(self.content, str) else self.content
         results = [each for each in blocks if isinstance(each, ToolResultBlock)]
         found: list[dict[str, Any]] = [

@@ -19,12 +19,14 @@ from transformers import PreTrainedTokenizerBase
 from windlass.core.errors import shown
 from windlass.engine.request import Event, Logprob, Piece, PromptLogprobs
 from windlass.engine.templates import (
+    HEAD,
     TemplateLayout,
     has_template,
     head_tokens,
     message_ends,
     rendered,
     renderer,
+    tokens_until,
     without_start,
 )
 from windlass.engine.text import Stops, encode, special_tokens, stops_of, token_bytes, token_text
@@ -39,6 +41,7 @@ CALLS: Final = ("tool_use", "tool_call", "tool-call")
 CALL_NAMES, CALL_IDS = ("name", "toolName"), ("id", "toolCallId")
 CALL_ARGUMENTS: Final = ("input", "args", "arguments")
 CHUNK: Final = "chunk"
+PIN: Final = "pin"  # key of messages that are never evicted
 SHORT_ID: Final = re.compile("[A-Za-z0-9]{9}")
 MOST_CHUNKS: Final = 256  # chunks of a conversation
 
@@ -59,6 +62,11 @@ def conversation(messages: Iterable[AnyMessage]) -> list[dict[str, Any]]:
 
 def of_message(message: AnyMessage) -> dict[str, Any]:
     """One message as `conversation` gives it."""
+    found = _of_message(message)
+    return found | {PIN: True} if message.pin else found
+
+
+def _of_message(message: AnyMessage) -> dict[str, Any]:
     if isinstance(message, AssistantMessage):
         return _of_assistant(message)
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
@@ -175,12 +183,28 @@ def written(messages: Messages, chunk: Callable[[Chunk], str]) -> list[dict[str,
     def joined(content: tuple[str | Chunk, ...]) -> str:
         return "".join(chunk(each) if isinstance(each, Chunk) else each for each in content)
 
-    return [{**each, "content": joined(each["content"])} for each in messages]
+    plain = [{name: value for name, value in each.items() if name != PIN} for each in messages]
+    return [{**each, "content": joined(each["content"])} for each in plain]
 
 
 def chunks_of(messages: Messages) -> list[Chunk]:
     """All chunks, in the order of the text."""
     return [part for each in messages for part in each["content"] if isinstance(part, Chunk)]
+
+
+def pins_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    """The number of messages up to the last one that is pinned.
+
+    Raises: BadField where one before it is neither pinned nor of the system, and for chunks in the conversation.
+    """
+    last = max((at for at, each in enumerate(messages) if each.get(PIN)), default=-1)
+    for at, each in enumerate(messages[: last + 1]):
+        if not each.get(PIN) and each["role"] not in HEAD:
+            problem = f"is true in message {last}, but message {at} before it can be evicted. Pin that one too"
+            raise BadField(PIN, problem)
+    if last >= 0 and chunks_of(messages):
+        raise BadField(PIN, "and parts of type chunk exclude each other. Leave one of them out")
+    return last + 1
 
 
 # Tokens before the prefix, before the suffix, and before the text to write between them.
@@ -306,6 +330,8 @@ class Prompt:
     ends: tuple[int, ...] = ()
     """See `ends` and `head` of `Request`."""
     head: int = 0
+    pins: int = 0
+    """The number of first messages that are never evicted. They belong to the head."""
 
     @classmethod
     def of(cls, texts: Sequence[tuple[int, ...]], chunks: Sequence[tuple[int, ...]]) -> "Prompt":
@@ -354,7 +380,7 @@ class PromptTokenizer:
 
     def chat(
         self,
-        messages: Messages,
+        messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Prompt:
@@ -369,7 +395,7 @@ class PromptTokenizer:
                 400, "this model has no chat template. Send a prompt to /v1/completions", "messages", "no_chat_template"
             )
         # A mark stands for each chunk, so that the template cannot join its tokens with those around it.
-        mark, chunks = secrets.token_hex(16), chunks_of(messages)
+        mark, chunks, pins = secrets.token_hex(16), chunks_of(messages), pins_of(messages)
         numbers = iter(range(len(chunks)))
         given = written(messages, lambda _: f"<{mark}-{next(numbers)}>")
         with self._lock:
@@ -380,6 +406,9 @@ class PromptTokenizer:
             render = renderer(self.tokenizer, form, tools, variables)
             ends = () if chunks or not self._marks_messages else message_ends(self.tokenizer, render, given, text)
             head = head_tokens(self.tokenizer, render, given, text)
+            pinned = tokens_until(self.tokenizer, render, given[:pins], text) if pins else 0
+            if pinned is None:
+                raise BadField(PIN, "needs a chat template that shows where a message ends. Leave it out")
             texts = []
             for number in range(len(chunks)):
                 before, *behind = text.split(f"<{mark}-{number}>")
@@ -393,7 +422,9 @@ class PromptTokenizer:
                 texts.append(before)
                 text = behind[0]
             prompt = Prompt.of(self._pieces([*texts, text]), [self._chunk(each) for each in chunks])
-            return replace(prompt, form=reply, has_begun_thought=begun_thought, ends=ends, head=head)
+            return replace(
+                prompt, form=reply, has_begun_thought=begun_thought, ends=ends, head=max(head, pinned), pins=pins
+            )
 
     def reads(self, name: str) -> bool:
         """Return True if the chat template reads a variable of this name."""

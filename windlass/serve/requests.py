@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
-from windlass.core.parse import AUTO
+from windlass.core.parse import AUTO, SYSTEM
 from windlass.engine.recompute import recompute_of
 from windlass.engine.request import Grammar, PromptParts, Request, Reuse
 from windlass.engine.scheduler import Service
@@ -143,6 +143,10 @@ class RequestBuilder:
         """
         self._check(body, prompts)
         options = options_of(body.cache_options, self.service.options, self.service.kinds)
+        if prompts[0].pins and options.sinks != SYSTEM:
+            raise BadField(
+                "pin", f'needs rows with sinks "system", and these have {options.sinks}. Send "sinks": "system"'
+            )
         is_of_rows = any(is_alike(options, kind) for kind in self.service.kinds)
         default = default_tokens if is_of_rows else min(default_tokens, ALONE_MAX_TOKENS)
         most, has_echo = max_tokens_of(body, self.service.limits.max_tokens, default), _has_echo(body)

@@ -305,6 +305,8 @@ class PromptMessage(Body):
     role: Literal["system", "developer", "user"]
     content: Content
     name: Label | None = None
+    pin: bool = False
+    """Never evict the tokens of this message. All messages before it must be pinned, or of the system."""
 
 
 class AssistantMessage(Body):
@@ -321,6 +323,7 @@ class AssistantMessage(Body):
     refusal: Any = None
     function_call: Any = None
     name: Any = None
+    pin: bool = False
 
 
 class ToolMessage(Body):
@@ -332,6 +335,7 @@ class ToolMessage(Body):
     content: Annotated[Content, BeforeValidator(text_of_json, Any)] = ""
     tool_call_id: Any = None
     name: Any = None
+    pin: bool = False
 
 
 AnyMessage = PromptMessage | AssistantMessage | ToolMessage
