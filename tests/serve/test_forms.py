@@ -79,6 +79,9 @@ CASES = {
     "hermes, arguments as a string": Case(
         HERMES, '<tool_call>{"name": "clock", "arguments": "{\\"zone\\": \\"CET\\"}"}</tool_call>', calls=(CLOCK,)
     ),
+    "hermes, no arguments": Case(
+        HERMES, '<tool_call>{"name": "clock", "arguments": null}</tool_call>', calls=(("clock", {}),)
+    ),
     "hermes, more fields": Case(
         HERMES,
         '<tool_call>{"id": "7", "type": "function", "name": "clock", "arguments": {"zone": "CET"}, "a": [{}]}'

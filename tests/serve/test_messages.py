@@ -30,7 +30,7 @@ CALLS = (
     "{% endfor %}"
 )
 THOUGHTS = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
-CLOCK = {
+CLOCK: dict[str, Any] = {
     "name": "clock",
     "description": "Tells the time.",
     "input_schema": {"type": "object", "properties": {"zone": {"type": "string"}}},
@@ -343,6 +343,45 @@ def test_a_stream_is_kept_alive() -> None:
             assert sum(b'event: ping\ndata: {"type":"ping"}' in each for each in blocks) >= 4
         finally:
             client.close()
+
+
+def test_a_coding_agents_request_runs(served: Served) -> None:
+    """The fields, blocks and headers that agents made for Anthropic's API send."""
+    cached = {"cache_control": {"type": "ephemeral"}}
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **CLOCK["input_schema"], "required": ["zone"]}
+    asked = {
+        "system": [
+            {"type": "text", "text": "x-billing: 5f2a"},
+            {"type": "text", "text": "You are an agent.", **cached},
+        ],
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "text", "text": "<system-reminder>\nBe short.\n</system-reminder>"},
+                    {"type": "text", "text": "Time?", **cached},
+                ],
+            }
+        ],
+        "tools": [{**CLOCK, "input_schema": schema, **cached}, {"type": "web_search_20250305", "name": "web_search"}],
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+        "thinking": {"type": "enabled", "budget_tokens": 31_999},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": "user_0_account_1_session_2"},
+        "output_config": {"effort": "medium"},
+        "max_tokens": 32_000,
+        "temperature": 1,
+        "stream": True,
+    }
+    served.service.script = says(WROTE)
+    headers = {"anthropic_version": "2023-06-01", "anthropic_beta": "interleaved-thinking-2025-05-14", "x_api_key": "a"}
+    message = rebuilt(events_of(ask(served.port, f"{PATH}?beta=true", body(**asked), **headers)))
+    assert [each["type"] for each in message["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert message["windlass"]["left_out"] == ["tools.1: web_search_20250305", "output_config.effort: medium"]
+    assert prompt(served).endswith(
+        "[system]x-billing: 5f2a\nYou are an agent.<|eos|>\n"
+        "[user]<system-reminder>\nBe short.\n</system-reminder>\nTime?<|eos|>\n[assistant]"
+    )
 
 
 # Anthropic's own client, where it is installed.

@@ -405,7 +405,7 @@ def call_of(text: str, functions: Functions) -> Call | None:
         if not isinstance(found, dict) or found.get("name") not in functions:
             return None
         arguments: Any = next((found[name] for name in ("arguments", "parameters") if name in found), {})
-        given = json.loads(arguments) if isinstance(arguments, str) else arguments
+        given = json.loads(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
     except (ValueError, RecursionError, TypeError):
         return None
     return Call(found["name"], _json(given)) if isinstance(given, dict) else None
