@@ -1,5 +1,6 @@
 """Forms in which families of models write thoughts and calls of functions, told from their chat templates."""
 
+import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -7,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 SPACE: Final = " \t\r\n"
+MOST_LITERAL, MOST_NESTED = 1 << 16, 64  # characters of a literal of Python, and signs that may nest it
 Schema = Mapping[str, Any]
 Functions = Mapping[str, Schema]
 """The JSON schema of the arguments of each function that may be called, by the function's name."""
@@ -267,15 +269,30 @@ PLAIN: Final = ReplyForm()
 
 
 def typed(text: str, schema: Any) -> Any:
-    """Return a value that a model wrote as `text`: a string where the schema asks for one, else JSON if it is JSON."""
+    """Return a value that a model wrote as `text`: a string where the schema asks for one, else JSON if it is JSON.
+
+    Lists, objects and words may be Python's, as some templates show them in earlier calls.
+    """
     kinds = {*kinds_of(schema)}
     if kinds == {"string"}:
         return text
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(text.strip(), text) if kinds else text
+        return _of_python(text) if kinds - {"string"} else text
     return text if "string" in kinds and isinstance(value, str | int | float) and not isinstance(value, bool) else value
+
+
+def _of_python(text: str) -> Any:
+    """The value of a literal of Python that JSON has too, or the text."""
+    if len(text) > MOST_LITERAL or sum(map(text.count, "([{-+~")) > MOST_NESTED:  # deep ones can end the interpreter
+        return text
+    try:
+        value = ast.literal_eval(text.strip())
+        json.dumps(value, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+    return text if isinstance(value, str | tuple) else value
 
 
 def kinds_of(schema: Any) -> Iterator[str]:
