@@ -14,6 +14,7 @@ EVIDENCE = {
     "Kimi K2": "<|tool_call_argument_begin|>",
     "Mistral from v11 on, Magistral, Devstral": "[TOOL_CALLS] [ARGS] [/THINK]",
     "Mistral up to v7, Nemo, Ministral": "[TOOL_CALLS]",
+    "Granite 3": "<|tool_call|>",
     "GLM 4.5 and later": "<tool_call> <arg_key> </think>",
     "Qwen3-Coder, Qwen3.5": "<tool_call> <function= <parameter=",
     "MiniMax M2": "<minimax:tool_call> <invoke name= <parameter name= </think>",
@@ -26,7 +27,7 @@ MARKS = {
     *("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁calls▁begin｜>"),  # noqa: RUF001
     *("<｜tool▁calls▁end｜>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),  # noqa: RUF001
     *("<|tool_call_begin|>", "<|tool_call_end|>", "<|tool_call_argument_begin|>", "<|eom_id|>"),
-    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+    *("<|tool_call|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
 }
 
 

@@ -16,6 +16,7 @@ from windlass.serve.forms import (
     DEEPSEEK,
     DEEPSEEK_V3,
     GLM,
+    GRANITE,
     HARMONY,
     HERMES,
     KIMI,
@@ -65,6 +66,7 @@ WRITTEN = {
     ),
     MISTRAL: f"[TOOL_CALLS]search[ARGS]{BARE}",
     MISTRAL_LIST: f'[TOOL_CALLS][{{"name": "search", "arguments": {BARE}}}]',
+    GRANITE: f'<|tool_call|>[{{"name": "search", "arguments": {BARE}}}]',
     GLM: (
         "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>a\n\n<b>5</arg_value>\n<arg_key>limit</arg_key>\n"
         '<arg_value>7</arg_value>\n<arg_key>place</arg_key>\n<arg_value>{"x": 1.5}</arg_value>\n'

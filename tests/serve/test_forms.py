@@ -13,6 +13,7 @@ from windlass.serve.forms import (
     DEEPSEEK,
     DEEPSEEK_V3,
     GLM,
+    GRANITE,
     HARMONY,
     HERMES,
     KIMI,
@@ -234,6 +235,13 @@ CASES = {
         "Done.",
         calls=(CLOCK, ("clock", {})),
     ),
+    "granite": Case(
+        GRANITE,
+        '<|tool_call|>[{"name": "search", "arguments": {"query": "a } \\" b", "limit": 5}},{"name": "clock"}]',
+        calls=BOTH,
+        hidden=("<|tool_call|>",),
+    ),
+    "granite, no call": Case(GRANITE, "a <|tool_call|>[5] b", "a [5] b", hidden=("<|tool_call|>",)),
     "deepseek": Case(
         DEEPSEEK,
         deep(

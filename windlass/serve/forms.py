@@ -167,6 +167,17 @@ MISTRAL_LIST: Final = CallForm(
     repeats=True,
     others=("[ARGS]", "[CALL_ID]"),
 )
+GRANITE: Final = CallForm(
+    family="Granite 3",
+    evidence=re.compile(r"<\|tool_call\|>"),
+    marks=(("<|tool_call|>", ""),),
+    heads=(MISTRAL.heads[1],),
+    before='<|tool_call|>[{"name": "',
+    between='", "arguments": ',
+    after="}]",
+    gap=MISTRAL.gap,
+    repeats=True,
+)
 GLM: Final = CallForm(
     family="GLM 4.5 and later",
     evidence=re.compile("<arg_key>"),
@@ -237,7 +248,7 @@ LLAMA: Final = CallForm(
     ends=("<|eom_id|>",),
 )
 CALL_FORMS: Final = (
-    *(HARMONY, DEEPSEEK_V3, DEEPSEEK, KIMI, MISTRAL, MISTRAL_LIST, GLM, QWEN_XML, MINIMAX, HERMES, LLAMA),
+    *(HARMONY, DEEPSEEK_V3, DEEPSEEK, KIMI, MISTRAL, MISTRAL_LIST, GRANITE, GLM, QWEN_XML, MINIMAX, HERMES, LLAMA),
 )
 
 
