@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from windlass.core.errors import UsageError
-from windlass.engine.cuda_graph import wait_for
+from windlass.engine.decode import wait_for
 from windlass.evals.speed.measure import Clock
 
 Line = dict[str, Any]

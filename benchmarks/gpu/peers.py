@@ -19,7 +19,7 @@ import windlass
 from gpu.decode import pair
 from gpu.part import Part, Timed, summary
 from windlass.core.errors import UsageError
-from windlass.engine.cuda_graph import wait_for
+from windlass.engine.decode import wait_for
 from windlass.evals.speed.measure import Clock, Timer, check_memory, free_bytes
 from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.workloads import BenchLists

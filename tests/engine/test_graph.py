@@ -15,7 +15,7 @@ from tests.helpers.recorded import BUDGET, ENDS, PROMPT, begun, same, write
 from tests.helpers.tape import Tape
 from windlass import KVCache, Sampling, UsageError, kernels
 from windlass.engine import generate
-from windlass.engine.cuda_graph import CudaGraph, Graph
+from windlass.engine.decode import CudaGraph, Graph
 from windlass.evals.speed.measure import RotatedStorage
 from windlass.hf.cpu_decoder import FewTokensLayer
 from windlass.policies import H2O, TOVA, KeyDiff, Policy, Recent, SnapKV

@@ -9,7 +9,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass import UsageError
-from windlass.engine.request import EngineDeadError, EngineLimits, Failure, Piece, Progress, QueueFullError
+from windlass.engine.request import EngineDeadError, EngineLimits, Failure, Finish, Piece, Progress, QueueFullError
+from windlass.engine.text import Stops
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +165,22 @@ def test_stop_lets_what_is_short_end(attached_model: Models, tokenizer: PreTrain
         ticket = engine.submit(request_of(ids, 20))
         engine.stop(30.0)
         assert len(tokens_of(ticket)) == 20
+
+
+def test_a_text_shows_special_tokens_and_tells_its_stop(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    model, (ids,) = attached_model("llama"), rows_of(text, 19)
+    pad, stop = "<|pad|>", "pad|><|"
+    with running(model, tokenizer) as engine:
+        for hidden, strings, shown, by in (
+            (None, (), "", None),
+            (frozenset({0, 1}), (), pad * 5, None),
+            (frozenset({0, 1}), ("x", stop), "<|", stop),
+        ):
+            stops = Stops(frozenset(), strings)
+            asked = request_of(ids, 5, logit_bias={2: 1e4}, hidden=hidden, stops=stops)
+            *found, last = events_of(engine.submit(asked))
+            assert "".join(event.text for event in found if isinstance(event, Piece)) == shown
+            assert isinstance(last, Finish)
+            assert (last.reason, last.stopped_by) == ("stop" if by else "length", by)

@@ -73,7 +73,8 @@ def test_a_text_is_cut_as_if_read_sign_by_sign(seed: int) -> None:
         stream = stream.pushed(token, is_last=token == len(pieces))
         given += stream.piece
         assert stream.is_stopped == (expected is not None and len(text) >= expected[1])
-        if stream.is_stopped:
+        if expected is not None and stream.is_stopped:
+            assert stream.stopped_by == text[len(expected[0]) : expected[1]]
             break
         held = 0 if token == len(pieces) else open_end(text, stops)
         assert given == text[: len(text) - held], "held back: what may become a stop string, and no more"

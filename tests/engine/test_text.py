@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from windlass.engine.text import Stops, TextStream, token_bytes
+from windlass.engine.text import Stops, TextStream, special_tokens, token_bytes
 
 STORIES = Path(__file__).parents[1] / "models" / "stories260K"
 SIGNS = "ab \n<é—你好。世界😀👩‍🚀\ufffd"
@@ -127,3 +127,13 @@ def test_a_tokenizer_that_tells_no_bytes_is_asked_for_its_text() -> None:
     assert "".join(written(TextStream.after(made, [97], NONE), codes)) == "a你é😀b"
     assert token_bytes(made, codes[1]) is None
     assert written(TextStream.after(made, [97], NONE), codes[:3]) == ["a", "", ""]
+
+
+def test_special_tokens_that_are_not_hidden_have_a_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    mark, index = [*special_tokens(tokenizer).items()][-1]
+    prompt, first = tokenizer.encode("ab", add_special_tokens=False), tokenizer.encode("a你", add_special_tokens=False)
+    whole, part = (read(codes_of(tokenizer, each)) for each in (first, first[:-1]))
+    tokens = [index, *first, index, *first[:-1], index]
+    shown = f"{mark}{whole}{mark}{part}\ufffd{mark}"
+    for hidden, text in ((None, whole + part), (frozenset({index}), whole + part), (frozenset[int](), shown)):
+        assert "".join(written(TextStream.after(tokenizer, prompt, NONE, hidden), tokens)) == text, hidden

@@ -8,8 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.helpers.models import Text
 from windlass import KVCache, Sampling
-from windlass.engine.cuda_graph import Graph
-from windlass.engine.decode import Decoder
+from windlass.engine.decode import Decoder, Graph
 from windlass.engine.generate import prefill
 from windlass.engine.sampler import Sampler
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.serving import ScriptedService, Served, ask, chat, complete, says, serving
+from tests.helpers.serving import NAME, ScriptedService, Served, ask, chat, complete, says, serving
 from windlass.serve.errors import RequestLimits
-from windlass.serve.items import ResponsesRequest
+from windlass.serve.messages import MessagesPrompt, MessagesRequest
+from windlass.serve.responses import ResponsesRequest
 from windlass.serve.schema import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -32,6 +33,8 @@ BODIES: dict[str, type[Body]] = {
     CHAT: ChatRequest,
     COMPLETIONS: CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": MessagesPrompt,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -40,6 +43,8 @@ GOOD: dict[str, dict[str, Any]] = {
     CHAT: chat(),
     COMPLETIONS: complete(),
     "/v1/responses": {"input": "x"},
+    "/v1/messages": {"model": NAME, "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]},
+    "/v1/messages/count_tokens": {"model": NAME, "messages": [{"role": "user", "content": "x"}]},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [5]},
 }
@@ -62,6 +67,10 @@ LIKELY: list[Any] = [
     [{"type": "function", "name": "a", "parameters": {"type": "object"}}],
     [{"type": "function", "function": {"name": "a"}}],
     {"type": "function", "name": "a"},
+    [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text"}]}]}],
+    [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}, {"type": "tool_use", "input": {}}]}],
+    [{"name": "a", "input_schema": {"properties": [5]}}, {"type": "bash_20250124"}],
+    {"type": "any", "name": "a"},
 ]
 
 
@@ -76,7 +85,8 @@ def test_any_json_is_answered_by_json(served: Served, data: st.DataObject) -> No
     answer = ask(served.port, route, document)
     assert answer.status == 200 or 400 <= answer.status < 500, (answer.status, document, answer.body)
     if "text/event-stream" in answer.headers["content-type"]:
-        assert answer.body.endswith(b"data: [DONE]\n\n") or b"event: response.completed\n" in answer.body
+        ends = (b"data: [DONE]\n\n", b'event: message_stop\ndata: {"type":"message_stop"}\n\n')
+        assert answer.body.endswith(ends) or b"event: response.completed\n" in answer.body
         lines = [line for line in answer.body.split(b"\n") if line.startswith(b"data: {")]
         assert all(isinstance(json.loads(line[6:]), dict) for line in lines)
     else:

@@ -219,8 +219,12 @@ def test_calls_of_functions(served: Served, client: openai.OpenAI, choice: Any, 
     if is_streamed:
         chunks = [chunk.choices[0] for chunk in given]
         text = "".join(each.delta.content or "" for each in chunks)
-        calls = [call for each in chunks for call in each.delta.tool_calls or ()]
-        assert [call.index for call in calls] == [0]
+        first, *more = [call for each in chunks for call in each.delta.tool_calls or ()]
+        assert (first.index, first.type, first.function.arguments) == (0, "function", "")
+        assert {(each.index, each.id, each.function.name) for each in more} == {(0, None, None)}
+        assert len(more) > 1
+        whole = "".join(each.function.arguments for each in more)
+        calls = [first.model_copy(update={"function": first.function.model_copy(update={"arguments": whole})})]
         reason = chunks[-1].finish_reason
     else:
         choice_given = given.choices[0]

@@ -1,5 +1,6 @@
 """A conversation is read on from the end of the last message that an earlier prompt had."""
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ from tests.helpers.models import MODEL
 from tests.helpers.served_engine import engine_served
 from tests.helpers.serving import ask, soon
 from windlass.cache.options import CacheOptions
+from windlass.engine.request import Request, Ticket
 from windlass.engine.templates import message_ends, rendered, renderer, system_tokens
 from windlass.engine.text import encode
 from windlass.hf.load import load
@@ -91,6 +93,42 @@ def test_a_turn_does_not_read_the_answer_again(model: PreTrainedModel, mode: str
         assert min(read[1:]) > new  # with an answer of 12 tokens
     else:
         assert max(read[1:]) <= new + 4
+
+
+def test_pinned_messages_are_kept_or_refused(model: PreTrainedModel) -> None:
+    tokenizer = with_template()
+    options = CacheOptions(budget=96, policy="recent", chunk=16, window=8, sinks="system")
+    system = {"role": "system", "content": "Be short."}
+    task, said = "The river is called Thames. ", {"role": "assistant", "content": "Yes."}
+    long = {"role": "user", "content": "He was sitting in the boat. " * 40}
+    pinned = [system, {"role": "user", "content": task, "pin": True}, said | {"pin": True}]
+    with engine_served(model, tokenizer, options) as (port, engine):
+        asked = list[int]()
+        submit = engine.submit_all
+
+        def noted(requests: Sequence[Request], notify: Callable[[], None] | None = None) -> list[Ticket]:
+            asked.extend(request.head for request in requests)
+            return submit(requests, notify)
+
+        engine.submit_all = noted  # type: ignore[method-assign]
+        for messages in ([*pinned, long], [*pinned[:2], said, long], [system, long], [system | {"pin": True}, long]):
+            assert ask(port, CHAT, {"messages": messages, "max_tokens": 2}).status == 200
+        anthropic = {"system": "Be short.", "messages": [*pinned[1:], long], "model": "finder-3m", "max_tokens": 2}
+        assert ask(port, "/v1/messages", anthropic).status == 200
+        heads = [f"<|bos|>[system]Be short.<|eos|>\n[user]{task.strip()}<|eos|>\n[assistant]Yes.<|eos|>\n"]
+        heads += [heads[0].partition("[assistant]")[0], heads[0].partition("[user]")[0] + "[user]"]
+        heads += [heads[2], heads[0]]
+        assert asked == [len(encode(tokenizer, each.removeprefix("<|bos|>"), is_start=True)) for each in heads]
+        chunk = {"role": "user", "content": [{"type": "chunk", "text": "a"}]}
+        for refused, problem in (
+            ({"messages": [system, said, long | {"pin": True}]}, "pin is true in message 2, but message 1"),
+            ({"messages": [*pinned, chunk]}, "pin and parts of type chunk exclude each other"),
+            ({"messages": [*pinned, long], "sinks": 4, "budget": 64}, 'pin needs rows with sinks "system"'),
+            ({"messages": [system, long | {"pin": True}]}, "the budget of 96 tokens has room for 87"),
+        ):
+            answer = ask(port, CHAT, refused)
+            assert answer.status == 400
+            assert problem in answer.document["error"]["message"]
 
 
 def test_the_system_text_is_kept_or_refused(model: PreTrainedModel) -> None:

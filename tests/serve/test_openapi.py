@@ -10,13 +10,16 @@ from tests.helpers.serving import ScriptedService, Served, ask, chat, complete, 
 from windlass.cache.options import CacheOptions
 from windlass.core.fields import field_info
 from windlass.engine.sampling import Sampling
-from windlass.serve.items import ResponsesRequest
+from windlass.serve.messages import MessagesRequest
+from windlass.serve.responses import ResponsesRequest
 from windlass.serve.schema import CacheFields, ChatRequest, CompletionRequest, SamplingFields
 
 BODIES = {
     "/v1/chat/completions": "ChatRequest",
     "/v1/completions": "CompletionRequest",
     "/v1/responses": "ResponsesRequest",
+    "/v1/messages": "MessagesRequest",
+    "/v1/messages/count_tokens": "MessagesPrompt",
     "/tokenize": "TokenizeRequest",
     "/detokenize": "DetokenizeRequest",
 }
@@ -45,7 +48,7 @@ def test_every_route_is_described(served: Served) -> None:
     assert b"/openapi.json" in ask(served.port, "/docs").body
 
 
-@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest, ResponsesRequest])
+@pytest.mark.parametrize("model", [ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest])
 def test_the_fields_that_are_ours_have_help(model: Any) -> None:
     for name in {*SamplingFields.model_fields, *CacheFields.model_fields}:
         assert model.model_fields[name].description, name

@@ -1,10 +1,15 @@
 """Where a text has calls: the same, however it is cut into pieces."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.serve.parsers import Call, CallReader
+from tests.helpers.chats import with_template
+from windlass.serve.forms import HERMES
+from windlass.serve.parsers import Call, CallReader, TextPart
+from windlass.serve.prompts import PromptTokenizer
 
 CALL = '{"name": "clock", "arguments": {"zone": "CET"}}'
 CLOCK = Call("clock", '{"zone": "CET"}')
@@ -32,14 +37,70 @@ CASES = {
 @given(data=st.data())
 def test_a_text_in_pieces(text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    reader = CallReader(["clock"], is_bound=False)
-    pieces = [text[start:stop] for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    shown = "".join(reader.feed(piece) for piece in pieces)
-    rest, calls = reader.end()
-    assert (shown + rest, calls) == CASES[text]
+    reader, said = CallReader(HERMES, {"clock": {}}), TextPart()
+    for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        said = said.then(reader.feed(text[start:stop]))
+    said = said.then(reader.end())
+    names = [part.name for part in said.calls if part.name]
+    arguments = ["".join(part.arguments for part in said.calls if part.number == at) for at in range(len(names))]
+    assert (said.text, [*map(Call, names, arguments)]) == CASES[text]
 
 
 def test_text_is_given_out_as_soon_as_it_can_be_no_call() -> None:
-    reader = CallReader(["clock"], is_bound=False)
+    reader = CallReader(HERMES, {"clock": {}})
     pieces = ("\n", "Hi ", "<to", "m>", "<tool", "_call>", "{")
-    assert [reader.feed(piece) for piece in pieces] == ["", "\nHi ", "", "<tom>", "", "", ""]
+    assert [reader.feed(piece).text for piece in pieces] == ["", "\nHi ", "", "<tom>", "", "", ""]
+
+
+SHORT = (
+    "{# [TOOL_CALLS] #}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for call in m.tool_calls or [] %}"
+    "{% if call.id is not defined or call.id | length != 9 %}{{ raise_exception('no id') }}{% endif %}"
+    "<{{ call.function.name }} {{ call.id }} {{ call.function.arguments | tojson }}>{% endfor %}"
+    "{% if m.role == 'tool' %}={{ m.tool_call_id }}{% endif %}/{% endfor %}"
+)
+THINKING = (
+    "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('both') }}{% endif %}"
+    "[{{ m.role }}]{# message.thinking #}{{ m.thinking }}|{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<{{ call.function.name }} {{ call.function.arguments | tojson }}>{% endfor %}"
+    "/{% endfor %}"
+)
+
+
+def call(number: str | None) -> dict[str, Any]:
+    made = {"type": "function", "function": {"name": "clock", "arguments": {}}}
+    return made if number is None else {"id": number, **made}
+
+
+def read(template: str, messages: list[dict[str, Any]]) -> str:
+    words = PromptTokenizer(with_template(template), [1], 2048)
+    return words.decoded(words.chat([{**each, "content": (each["content"],)} for each in messages], ()).ids)
+
+
+def test_ids_of_calls_are_of_the_length_that_a_template_asks_for() -> None:
+    ids = ("call_0123456789", "abcDEF123", None)
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "Time?"},
+        {"role": "assistant", "content": "", "tool_calls": [call(each) for each in ids]},
+        *({"role": "tool", "content": "ten", **({} if each is None else {"tool_call_id": each})} for each in ids),
+    ]
+    _, called, *results = read(SHORT, messages).strip("/").split("/")
+    found = [each.split()[1] for each in called.split("<")[1:]]
+    assert found[1] == ids[1]
+    assert len({*found}) == 3
+    assert all(len(each) == 9 and each.isalnum() for each in found)
+    assert [each.partition("=")[2] for each in results] == found
+
+
+def test_a_thought_has_the_name_that_a_template_reads() -> None:
+    said: dict[str, Any] = {"role": "assistant", "content": "Late.", "reasoning_content": "So."}
+    calls: list[dict[str, Any]] = [
+        said,
+        {**said, "tool_calls": [call("a")]},
+        {**said, "content": "", "tool_calls": [call("a")]},
+    ]
+    text = read(THINKING, [{"role": "user", "content": "Time?"}, *calls])
+    assert text.strip("/").split("/")[1:] == [
+        "[assistant]So.|Late.",
+        "[assistant]|Late.<clock {}>",
+        "[assistant]So.|<clock {}>",
+    ]

@@ -106,9 +106,9 @@ def check_sinks(tokens: int, options: CacheOptions, budgets: Iterable[int | None
     if least is not None and max(tokens, DEFAULT_SINKS) + window + 1 > least:
         apart = "" if least == options.budget else f", of which a layer keeps {least},"
         raise UsageError(
-            f"sinks: the system text has {tokens} tokens, and the budget of {options.budget} tokens{apart} has room "
-            f"for {max(least - window - 1, 0)} beside the window of {window}. Raise budget, shorten the system text, "
-            "or set sinks to a number"
+            f"sinks: system text and pins have {tokens} tokens, and the budget of {options.budget} tokens{apart} has "
+            f"room for {max(least - window - 1, 0)} beside the window of {window}. Raise budget, shorten the system "
+            "text, or set sinks to a number"
         )
 
 

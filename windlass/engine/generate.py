@@ -17,8 +17,7 @@ from windlass.cache.compress import cut_to_budget
 from windlass.core.errors import UsageError, check_kind, shown
 from windlass.core.parse import check_max_tokens
 from windlass.core.step import PROMPT, Pass
-from windlass.engine.cuda_graph import graph_for, wait_for
-from windlass.engine.decode import Decoder
+from windlass.engine.decode import Decoder, graph_for, wait_for
 from windlass.engine.prefill import Progress, end_of_text, passes, rest_of, whole_passes
 from windlass.engine.sampler import Sampler
 from windlass.engine.sampling import FinishReason, Result, Sampling
@@ -109,6 +108,11 @@ class RowText:
     def length(self) -> int:
         """Characters of the text, those that are held back among them."""
         return self._stream.length
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text. None: there was none."""
+        return self._stream.stopped_by
 
     def step(self, token: int) -> RowStep:
         """The row after `token`. `taken` records it once the cache has the token."""

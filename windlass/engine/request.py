@@ -104,6 +104,7 @@ class Request:
     joined, not read in order. None: no parts. `seconds`: the request fails once it took longer, its wait for a row
     included. None: the engine's limit. `ends`: the number of prompt tokens before the end of each message, where known.
     `head`: the number of tokens of the system text, with all that the chat template puts before a user's first message.
+    `hidden`: the special tokens that have no text. None: all of them.
     """
 
     prompt: tuple[int, ...]
@@ -123,6 +124,7 @@ class Request:
     parts: PromptParts | None = None
     ends: tuple[int, ...] = ()
     head: int = 0
+    hidden: frozenset[int] | None = None
 
     @cached_property
     def pass_ends(self) -> tuple[int, ...]:
@@ -200,10 +202,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Finish:
-    """The text has ended."""
+    """The text has ended, by the stop string `stopped_by` if there was one."""
 
     reason: FinishReason
     usage: Usage
+    stopped_by: str | None = None
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,8 @@ class Writer:
         self.request, self._ranks = request, ranks
         # The repetition penalty is part of the logits of reported log probabilities: `_adjusted` has it.
         self._sampler = Sampler(replace(request.sampling, repetition_penalty=1.0), [request.prompt], device)
-        self._row = RowText(TextStream.after(tokenizer, request.prompt, request.stops), request.max_tokens)
+        stream = TextStream.after(tokenizer, request.prompt, request.stops, request.hidden)
+        self._row = RowText(stream, request.max_tokens)
         self._counts = Counter[int]()
         self._seen: Tensor | None = None  # (vocabulary,) bool: tokens of the prompt and the text, for the penalty
 
@@ -70,6 +71,11 @@ class Writer:
     def reason(self) -> FinishReason:
         """The reason why the text has ended. "interrupted" while it goes on."""
         return self._row.reason
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text. None: there was none."""
+        return self._row.stopped_by
 
     @property
     def token(self) -> int:
@@ -321,7 +327,7 @@ class ActiveRequest(RowSource):
             self._end(self.writer.reason)
 
     def _end(self, reason: FinishReason) -> None:
-        self.is_over, self._finish = True, Finish(reason, self.usage())
+        self.is_over, self._finish = True, Finish(reason, self.usage(), self.writer.stopped_by)
 
     def fail(self, message: str, is_ours: bool) -> None:
         """End the request with an error. After one of ours nobody knows what its row holds."""

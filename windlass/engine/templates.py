@@ -422,6 +422,17 @@ def head_tokens(
     return len(encode(tokenizer, head, is_start=True))
 
 
+def tokens_until(
+    tokenizer: PreTrainedTokenizerBase, render: Render, messages: Sequence[AnyMessage], text: str
+) -> int | None:
+    """The tokens of `text`, the prompt of a conversation, up to the end of these first messages of it.
+
+    Returns None where the template does not tell it.
+    """
+    begins = _begins(render, messages, text)
+    return None if begins is None else len(encode(tokenizer, text[:begins], is_start=True))
+
+
 def system_tokens(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[AnyMessage], tools: Sequence[AnyMessage] | None = None
 ) -> int:

@@ -25,14 +25,14 @@ class Stops:
         lengths = range(min(len(text), longest - 1), 0, -1)
         return next((n for n in lengths if any(each.startswith(text[-n:]) for each in self.strings)), 0)
 
-    def first_in(self, text: str) -> int | None:
-        """The start of the stop string that is complete first, read character by character. None: there is none.
+    def first_in(self, text: str) -> tuple[int, str] | None:
+        """The stop string that is complete first, read character by character, and its start. None: there is none.
 
         If two are complete at the same character, the longer one counts.
         """
-        starts = [(text.find(each), len(each)) for each in self.strings]
-        found = [(start + length, start) for start, length in starts if start >= 0]
-        return min(found)[1] if found else None
+        starts = [(text.find(each), each) for each in self.strings]
+        found = [(start + len(each), start, each) for start, each in starts if start >= 0]
+        return min(found)[1:] if found else None
 
 
 def stops_of(
@@ -48,7 +48,7 @@ def stops_of(
     if stop is None:
         return Stops(frozenset(ends))
     check_kind("stop", stop, (list, tuple, set, frozenset), "a list of strings and token ids", f"Write stop=[{stop!r}]")
-    special = {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = special_tokens(tokenizer)
     strings = [each for each in stop if isinstance(each, str)]
     if "" in strings:
         raise UsageError("stop has an empty string, which every text begins with. Leave it out")
@@ -106,7 +106,8 @@ class TextStream:
     """The text of a row whose tokens come one at a time. Each token makes another `TextStream`.
 
     `piece` is the text that the latest token has given out: never part of a character, nor text that may still become
-    a stop string. `is_stopped` once there was one. Bytes of a character that the text ends in are never given out.
+    a stop string. `stopped_by`: the one that came. Bytes of a character that the text ends in are never given out.
+    Special tokens of `hidden` have no text. None: all of them.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -117,48 +118,66 @@ class TextStream:
     piece: str = ""
     held: str = ""  # text that may become a stop string, so it is not yet given out
     length: int = 0  # characters given out or held
-    is_stopped: bool = False
+    stopped_by: str | None = None
+    hidden: frozenset[int] | None = None
 
     @classmethod
-    def after(cls, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Stops) -> "TextStream":
+    def after(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: Sequence[int],
+        stops: Stops,
+        hidden: frozenset[int] | None = None,
+    ) -> "TextStream":
         """The stream after `prompt`, of which nothing is written yet."""
         tokens = tuple(prompt[-CONTEXT:])
-        stream = cls(tokenizer, stops, tokens, _decoded(tokenizer, tokens))
+        stream = cls(tokenizer, stops, tokens, _decoded(tokenizer, tokens, hidden), hidden=hidden)
         if not stream.decoded.endswith(INCOMPLETE):
             return stream
-        known = [token_bytes(tokenizer, token, has_special=False) or b"" for token in tokens]
+        known = [stream._own_bytes(token) or b"" for token in tokens]
         return replace(stream, unfinished=_parted(b"".join(known))[1])
+
+    @property
+    def is_stopped(self) -> bool:
+        """Return True if there was a stop string."""
+        return self.stopped_by is not None
 
     def pushed(self, token: int, is_last: bool = False) -> "TextStream":
         """The stream after `token`. After the last one, no held text can become a stop string any more."""
         tokens = (*self.tokens, token)
-        text = _decoded(self.tokenizer, tokens)
+        text = _decoded(self.tokenizer, tokens, self.hidden)
         new, unfinished = text[len(self.decoded) :], b""
         if self.unfinished or INCOMPLETE in new:
-            own = token_bytes(self.tokenizer, token, has_special=False)
+            own = self._own_bytes(token)
             if own is not None:
                 new, unfinished = _parted(self.unfinished + own)
             elif new.endswith(INCOMPLETE):  # it may be part of a character, and tells no bytes
                 given = self._given("", is_last)
                 return given if is_last else replace(given, tokens=tokens)
         latest = tokens[-CONTEXT:]
-        decoded = _decoded(self.tokenizer, latest)
+        decoded = _decoded(self.tokenizer, latest, self.hidden)
         return replace(self, tokens=latest, decoded=decoded, unfinished=unfinished)._given(new, is_last)
 
     def ended(self) -> "TextStream":
         """The stream after the last token, which is no part of the text. It gives out all held text."""
         return self._given("", is_last=True)
 
+    def _own_bytes(self, token: int) -> bytes | None:
+        """A token's own bytes, none for a hidden one. None where the tokenizer does not tell them."""
+        is_shown = self.hidden is not None and token not in self.hidden
+        return token_bytes(self.tokenizer, token, has_special=is_shown)
+
     def _given(self, text: str, is_last: bool) -> "TextStream":
         new = self.held + text
-        stop = self.stops.first_in(new)
+        found = self.stops.first_in(new)
+        stop, by = (None, None) if found is None else found
         given = new[:stop] if stop is not None or is_last else new[: len(new) - self.stops.held_back(new)]
         return replace(
             self,
             piece=given,
             held=new[len(given) :] if stop is None else "",
             length=self.length + len(text),
-            is_stopped=stop is not None,
+            stopped_by=by,
         )
 
 
@@ -168,5 +187,12 @@ def _parted(codes: bytes) -> tuple[str, bytes]:
     return decoder.decode(codes), decoder.getstate()[0]
 
 
-def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
-    return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], hidden: frozenset[int] | None) -> str:
+    if hidden is None:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+    return str(tokenizer.decode([token for token in tokens if token not in hidden], skip_special_tokens=False))
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The ids of special tokens by their text."""
+    return {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}

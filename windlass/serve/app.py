@@ -23,13 +23,13 @@ from windlass.engine.scheduler import Service
 from windlass.serve.chat import AnswerDocuments, AnswerHeader, ChatDocuments, CompletionDocuments, PartialText
 from windlass.serve.errors import ApiError, BadField, JsonAnswer, ServerSettings, from_json, of_validation, stopping
 from windlass.serve.grammar import Grammars
-from windlass.serve.items import ResponsesRequest
+from windlass.serve.messages import MessageDocuments, MessagesPrompt, MessagesRequest
 from windlass.serve.metrics import Metrics, model_document
 from windlass.serve.middleware import TENANT, Authentication, BodyLimit, RequestLog
-from windlass.serve.parsers import CallReader, ThoughtReader, schema_of
+from windlass.serve.parsers import reader_of
 from windlass.serve.prompts import Chunk, Prompt, PromptTokenizer, check_conversation, conversation
 from windlass.serve.requests import LEGACY_MAX_TOKENS, GenerationRequest, RequestBuilder
-from windlass.serve.responses import ResponseDocuments
+from windlass.serve.responses import ResponseDocuments, ResponsesRequest
 from windlass.serve.schema import (
     CacheQuery,
     ChatRequest,
@@ -80,6 +80,22 @@ class Server:
         asked = await self._beside(partial(self._built_chat, chat, "input", messages, http.scope[TENANT]))
         form = ResponseDocuments(self._head(asked, body.left_out), body)
         return await self._answer(http, asked, form, [self._partial(chat, asked)])
+
+    async def converse(self, http: HttpRequest, body: MessagesRequest) -> Response:
+        """Answer a conversation as Anthropic's Messages API does."""
+        self._check_model(body.model)
+        messages, chat = await self._beside(lambda: (body.as_messages(), body.as_chat()))
+        asked = await self._beside(partial(self._built_chat, chat, "messages", messages, http.scope[TENANT]))
+        form = MessageDocuments(self._head(asked, body.left_out), len(asked.requests[0].prompt))
+        return await self._answer(http, asked, form, [self._partial(chat, asked)])
+
+    async def count(self, body: MessagesPrompt) -> Response:
+        """The number of tokens of a conversation, as Anthropic's Messages API counts them."""
+        self._check_model(body.model)
+        messages, chat = await self._beside(lambda: (body.as_messages(), body.as_chat()))
+        check_conversation("messages", messages, self.settings.request.characters)
+        prompt = await self._beside(partial(self._prompt, chat, messages))
+        return JsonAnswer({"input_tokens": len(prompt.ids)})
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
         """The token ids of a text, or of a conversation."""
@@ -173,28 +189,30 @@ class Server:
         is_demanded = choice not in ("none", "auto")
         if is_demanded and not tools:
             raise BadField("tool_choice", "needs tools")
-        variables = body.chat_template_kwargs
-        if body.reasoning_effort == "none" and self.words.reads(THINKING):
-            variables = {THINKING: False, **variables}
-        prompt = self.words.chat(messages, [] if choice == "none" else tools, variables)
+        prompt = self._prompt(body, messages)
         grammars: Sequence[Grammar] = ()
+        before = prompt.form.calls.answer
         if is_demanded:
             if body.response_format.type != "text":
                 raise BadField("response_format", "and a tool_choice that demands a call exclude each other")
-            grammars = self._grammars.of("tools", schema_of(tools, choice), body.n)
+            grammars = self._grammars.of_call(prompt.form.calls, body.callable, choice, body.n)
         elif isinstance(body.response_format, SchemaFormat):
             name = "response_format.json_schema.schema"
-            grammars = self._grammars.of(name, body.response_format.json_schema.schema_, body.n)
+            grammars = self._grammars.of(name, body.response_format.json_schema.schema_, body.n, before)
         elif body.response_format.type == "json_object":
-            grammars = self._grammars.of("response_format", {"type": "object"}, body.n)
+            grammars = self._grammars.of("response_format", {"type": "object"}, body.n, before)
         return self._builder.built(body, [prompt], grammars, self.service.limits.max_tokens, tenant)
+
+    def _prompt(self, body: ChatRequest, messages: list[dict[str, Any]]) -> Prompt:
+        variables = body.chat_template_kwargs
+        if body.reasoning_effort == "none" and self.words.reads(THINKING):
+            variables = {THINKING: False, **variables}
+        return self.words.chat(messages, [] if body.choice == "none" else body.function_tools, variables)
 
     def _partial(self, body: ChatRequest, asked: GenerationRequest) -> PartialText:
         """Return the reader of a chat's text, of thoughts where its model thinks, and of calls of the given tools."""
-        names = body.function_names
-        calls = CallReader(names, body.choice != "auto") if names and body.choice != "none" else None
-        begun = asked.has_begun_thought
-        return PartialText(calls, thoughts=None if begun is None else ThoughtReader(begun))
+        hidden = [*self.words.marks(asked.form.marks(bool(body.callable)))]
+        return PartialText(reader_of(asked.form, body.callable, asked.has_begun_thought, hidden))
 
     def _built_completion(self, body: CompletionRequest, tenant: str) -> GenerationRequest:
         chunks = [Chunk(each) for each in body.chunks.texts] if body.chunks is not None else []
@@ -313,26 +331,28 @@ def routes_of(app: FastAPI, path: str) -> list[APIRoute]:
 
 
 async def invalid(http: HttpRequest, error: Exception) -> Response:
-    """Answer for fields that a model refuses, in OpenAI's shape."""
+    """Answer for fields that a model refuses."""
     assert isinstance(error, RequestValidationError)
     errors = error.errors()
     is_query = errors[0]["loc"][0] == "query"
-    return of_validation(errors, dict(http.query_params) if is_query else error.body).answer()
+    wrong = of_validation(errors, dict(http.query_params) if is_query else error.body)
+    return wrong.answer(http.scope["path"])
 
 
 async def refused(http: HttpRequest, error: Exception) -> Response:
     """Answer for a request that a route, or the router, refuses."""
-    if isinstance(error, ApiError):
-        return error.answer()
-    assert isinstance(error, RouterException)
     path = http.scope["path"]
+    if isinstance(error, ApiError):
+        return error.answer(path)
+    assert isinstance(error, RouterException)
     if error.status_code == 404:
         known = dict.fromkeys(route.path for route in http.app.routes if isinstance(route, APIRoute))
-        return ApiError(404, f"there is no such route. There are {', '.join(known)}", None, "unknown_route").answer()
+        told = f"there is no such route. There are {', '.join(known)}"
+        return ApiError(404, told, None, "unknown_route").answer(path)
     if error.status_code == 405:
         methods = [method for route in routes_of(http.app, path) for method in sorted(route.methods or ())]
-        return ApiError(405, f"{path} takes {' and '.join(methods) or 'GET'} only", None, "wrong_method").answer()
-    return ApiError(error.status_code, str(error.detail)).answer()
+        return ApiError(405, f"{path} takes {' and '.join(methods) or 'GET'} only", None, "wrong_method").answer(path)
+    return ApiError(error.status_code, str(error.detail)).answer(path)
 
 
 def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
@@ -366,6 +386,8 @@ def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.complete)
     app.post("/v1/responses")(server.respond)
+    app.post("/v1/messages")(server.converse)
+    app.post("/v1/messages/count_tokens")(server.count)
     app.post("/tokenize")(server.tokenize)
     app.post("/detokenize")(server.detokenize)
 

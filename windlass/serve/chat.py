@@ -4,12 +4,12 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from windlass.engine.request import Finish, Piece, Usage
-from windlass.serve.errors import DONE, ApiError, event
-from windlass.serve.parsers import Call, CallReader, TextPart, ThoughtReader
+from windlass.serve.errors import DONE, ApiError, comment, event
+from windlass.serve.parsers import Call, CallPart, ReplyReader, TextPart
 from windlass.serve.prompts import Echo, PromptTokenizer
 
 LEAST: Final = -9999.0  # OpenAI's value for impossible tokens, as JSON has no infinity
@@ -94,13 +94,11 @@ def usage_of(usages: Sequence[Usage], choices: int, options: Options, left_out: 
 class PartialText:
     """One text so far.
 
-    `thoughts` splits the model's thought from the text after it, and `calls` reads function calls out of that text.
-    With an `echo`, the text begins with the prompt.
+    The `reader` reads thoughts and calls of functions out of it. With an `echo`, the text begins with the prompt.
     """
 
-    calls: CallReader | None = None
+    reader: ReplyReader | None = None
     echo: Echo | None = None
-    thoughts: ThoughtReader | None = None
     text: str = ""
     thought: str = ""
     thought_tokens: int = 0
@@ -110,39 +108,46 @@ class PartialText:
     finished: Finish | None = None
 
     def add(self, pieces: Sequence[Piece]) -> TextPart:
-        """Add new pieces, and return the text and the thought that can now be shown."""
+        """Add new pieces, and return the parts that can now be shown."""
         self.pieces += pieces
-        if self.thoughts is None:
+        if self.reader is None:
             return self._note(TextPart("".join(piece.text for piece in pieces)))
         said, tokens = TextPart(), 0
         for piece in pieces:
-            tokens += not self.thoughts.is_over
-            said = said.then(self.thoughts.feed(piece.text))
+            tokens += self.reader.is_thinking
+            said = said.then(self.reader.feed(piece.text))
         self.thought_tokens += tokens
         return self._note(said)
 
     def end(self, finished: Finish) -> TextPart:
-        """Record the end, and return the text and the thought that were held back until then."""
+        """Record the end, and return the parts that were held back until then."""
         self.finished = finished
-        text, thought = self._note(TextPart() if self.thoughts is None else self.thoughts.end())
-        if self.calls is not None:
-            rest, self.called = self.calls.end()
-            self.text += rest
-            text += rest
+        said = self._note(TextPart() if self.reader is None else self.reader.end())
         self.thought_tokens *= bool(self.thought)
-        return TextPart(text, thought)
+        return said
 
     def _note(self, said: TextPart) -> TextPart:
-        said = said if self.calls is None else TextPart(self.calls.feed(said.text), said.thought)
         self.text += said.text
         self.thought += said.thought
-        return said
+        for part in said.calls:
+            if part.name:
+                self.called.append(Call(part.name, part.arguments))
+            else:
+                call = self.called[-1]
+                self.called[-1] = replace(call, arguments=call.arguments + part.arguments)
+        return said._replace(calls=tuple(part._replace(id=self.called[part.number].id) for part in said.calls))
+
+    @property
+    def is_cut(self) -> bool:
+        """Return True if the text was too long, and ends within a call."""
+        assert self.finished is not None
+        return self.finished.reason == "length" and self.reader is not None and self.reader.is_cut
 
     @property
     def reason(self) -> str:
         """OpenAI's word for why it ended."""
         assert self.finished is not None
-        return "tool_calls" if self.called else self.finished.reason
+        return "tool_calls" if self.called and not self.is_cut else self.finished.reason
 
     @property
     def usage(self) -> Usage:
@@ -194,6 +199,10 @@ class AnswerDocuments(ABC):
         """A chunk as it is sent."""
         return event(document)
 
+    def waiting(self) -> bytes:
+        """Bytes that show that the connection is alive."""
+        return comment("waiting")
+
     def failure(self, error: ApiError) -> bytes:
         """The last bytes of a stream that fails."""
         return event(error.document())
@@ -213,7 +222,7 @@ class _Documents:
     def whole(self, kind: str, choices: list[dict[str, Any]], texts: Sequence[PartialText]) -> dict[str, Any]:
         head = self.head
         usage = usage_of([each.usage for each in texts], head.choices, head.options, head.left_out)
-        if any(each.thoughts is not None for each in texts):
+        if any(each.reader is not None for each in texts):
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(each.thought_tokens for each in texts)}
         return {**self._common, "object": kind, "choices": choices, "usage": usage}
 
@@ -236,14 +245,16 @@ class ChatDocuments(AnswerDocuments):
         return [self._chunk(at, {"role": "assistant", "content": "", "refusal": None})]
 
     def deltas(self, at: int, said: TextPart, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        thought = {"reasoning_content": said.thought} if said.thought else {}
-        text = {"content": said.text} if said.text or not thought else {}
-        return [self._chunk(at, thought | text, self._logprobs(pieces))]
+        shown = {"reasoning_content": said.thought} if said.thought else {}
+        if said.text or not (said.thought or said.calls):
+            shown["content"] = said.text
+        found: list[dict[str, Any]] = [shown] if shown else []
+        found += [{"tool_calls": [_part_of_call(each)]} for each in said.calls]
+        first, *rest = found
+        return [self._chunk(at, first, self._logprobs(pieces)), *(self._chunk(at, each) for each in rest)]
 
     def closing(self, at: int, written: PartialText) -> list[dict[str, Any]]:
-        calls = [{"index": number, **_call(each)} for number, each in enumerate(written.called)]
-        before = [self._chunk(at, {"tool_calls": calls})] if calls else []
-        return [*before, self._documents.closed(self._chunk(at, {}, None, written.reason), written)]
+        return [self._documents.closed(self._chunk(at, {}, None, written.reason), written)]
 
     def ending(self, texts: Sequence[PartialText]) -> bytes:
         return self._documents.ending("chat.completion.chunk", texts)
@@ -306,6 +317,12 @@ class CompletionDocuments(AnswerDocuments):
 def _call(call: Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
+
+
+def _part_of_call(part: CallPart) -> dict[str, Any]:
+    if not part.name:
+        return {"index": part.number, "function": {"arguments": part.arguments}}
+    return {"index": part.number, **_call(Call(part.name, part.arguments, part.id))}
 
 
 def _message(written: PartialText) -> dict[str, Any]:

@@ -76,6 +76,8 @@ def comment(text: str) -> bytes:
 CHUNKS: Final = "chunks"  # prefix of the engine's errors about a prompt with parts
 INVALID: Final = "invalid_request_error"
 KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+MESSAGES: Final = "/v1/messages"  # the routes of Anthropic's API
+MESSAGE_KINDS: Final = KINDS | {413: "request_too_large", 503: "overloaded_error"}
 
 
 MISSING: Final = "missing_required_parameter"
@@ -105,12 +107,18 @@ class ApiError(HTTPException):
         kind = KINDS.get(self.status, "server_error" if self.status >= 500 else INVALID)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def answer(self) -> Response:
-        """The whole answer."""
+    def document_of_message(self) -> dict[str, Any]:
+        """The body of the answer to a client of Anthropic's API."""
+        kind = MESSAGE_KINDS.get(self.status, "api_error" if self.status >= 500 else INVALID)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def answer(self, path: str = "") -> Response:
+        """The whole answer, in the form of the route of this path."""
         headers = {} if self.retry_after is None else {"retry-after": str(max(1, round(self.retry_after)))}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return JsonAnswer(self.document(), self.status, headers)
+        is_message = path.startswith(MESSAGES)
+        return JsonAnswer(self.document_of_message() if is_message else self.document(), self.status, headers)
 
 
 class BadField(ApiError):

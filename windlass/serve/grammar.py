@@ -1,8 +1,9 @@
-"""Grammars by llguidance: which tokens a text may go on with, so that it is JSON of a schema."""
+"""Grammars by llguidance: which tokens a text may go on with, so that it is JSON of a schema, or a call of a tool."""
 
 import json
+import re
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from threading import Lock
 from typing import Any, Final, cast
 
@@ -12,15 +13,18 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from torch import Tensor
 
-from windlass.core.errors import UsageError
+from windlass.core.errors import UsageError, shown
 from windlass.engine.request import Grammar
 from windlass.serve.errors import BadField
+from windlass.serve.forms import CallForm, Functions, PairForm, Schema, kinds_of, properties_of
 from windlass.serve.prompts import PromptTokenizer
 
 # Spaces as models write them, and no more: with any number allowed, a model may write nothing else to the end.
 FORM: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 MOST_KEPT: Final = 64
-Schema = Mapping[str, Any]
+NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
+LENGTHS: Final = ("pattern", "minLength", "maxLength")  # of a string that no JSON quotes
+BRANCHES: Final = ("$ref", "allOf", "anyOf", "oneOf", "not", "if", "patternProperties")
 
 
 class JsonGrammar(Grammar):
@@ -52,15 +56,29 @@ class Grammars:
 
     def __init__(self, words: PromptTokenizer, most_bytes: int, most_depth: int) -> None:
         self._words, self._most_bytes, self._most_depth = words, most_bytes, most_depth
-        self._lock, self._kept = Lock(), OrderedDict[bytes, LLMatcher]()
+        self._lock, self._kept = Lock(), OrderedDict[str, LLMatcher]()
         self._tokenizer: LLTokenizer | None = None
 
-    def of(self, name: str, schema: Schema, count: int) -> list[Grammar]:
-        """As many grammars of `schema`, each for one text.
+    def of(self, name: str, schema: Schema, count: int, before: str = "") -> list[Grammar]:
+        """As many grammars of `schema`, each for one text that begins with `before`.
 
         Raises: BadField, for the field `name`, where it is too large, or no schema that can be honoured.
         """
-        source = self._source(name, schema)
+        self._check(name, schema)
+        return self._copies(name, f"start: {literal(before, self._words.marks(before))} {_json(schema)}", count)
+
+    def of_call(self, form: CallForm, functions: Functions, choice: str, count: int) -> list[Grammar]:
+        """As many grammars of a call of one of `functions`, or of the one that `choice` names as `=name`.
+
+        Raises: BadField where that is none of them, and where the form of this model's calls cannot hold a schema.
+        """
+        if choice != "required" and choice[1:] not in functions:
+            raise BadField("tool_choice", f"names {shown(choice[1:])}, which is not in tools")
+        chosen = {name: each for name, each in functions.items() if choice in ("required", f"={name}")}
+        self._check("tools", chosen)
+        return self._copies("tools", call_grammar(form, chosen, self._words.marks(form.spelled)), count)
+
+    def _copies(self, name: str, source: str, count: int) -> list[Grammar]:
         with self._lock:
             matcher = self._kept.pop(source, None) or self._compiled(name, source)
             self._kept[source] = matcher
@@ -68,15 +86,14 @@ class Grammars:
                 self._kept.popitem(last=False)
             return [JsonGrammar(matcher.deep_copy(), self._words.vocabulary) for _ in range(count)]
 
-    def _source(self, name: str, schema: Schema) -> bytes:
-        source = json.dumps(schema).encode()
-        if len(source) > self._most_bytes:
-            raise BadField(name, f"must have at most {self._most_bytes} bytes, got {len(source)}")
+    def _check(self, name: str, schema: Schema) -> None:
+        size = len(json.dumps(schema).encode())
+        if size > self._most_bytes:
+            raise BadField(name, f"must have at most {self._most_bytes} bytes, got {size}")
         if _depth(schema) > self._most_depth:
             raise BadField(name, f"must be nested at most {self._most_depth} deep")
-        return source
 
-    def _compiled(self, name: str, source: bytes) -> LLMatcher:
+    def _compiled(self, name: str, source: str) -> LLMatcher:
         # Limits of a schema's cost. A schema above them is refused.
         limits = LLParserLimits(
             initial_lexer_fuel=2_000_000, max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False
@@ -85,13 +102,86 @@ class Grammars:
             if self._tokenizer is None:
                 words, tokenizer = self._words, cast(Any, self._words.tokenizer)
                 self._tokenizer = from_tokenizer(tokenizer, words.vocabulary, list(words.ends) or None)
-            grammar = LLMatcher.grammar_from_json_schema(source.decode(), overrides=FORM)
-            matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+            matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(source), log_level=0, limits=limits)
         except ValueError as error:
             raise BadField(name, f"cannot be honoured: {_gist(str(error))}", "invalid_schema") from error
         if matcher.is_error():
             raise BadField(name, f"cannot be honoured: {_gist(matcher.get_error())}", "invalid_schema")
         return matcher
+
+
+def call_grammar(form: CallForm, functions: Functions, marks: Mapping[str, int]) -> str:
+    """The grammar of a call in a family's form, with the ids of those of its marks that are special tokens.
+
+    Raises: BadField for a schema that the form cannot hold.
+    """
+    before, between, after = (literal(text, marks) for text in (form.before, form.between, form.after))
+    rules = [f"start: {before} ({' | '.join(f'call_{at}' for at in range(len(functions)))}) {after}"]
+    for at, (name, schema) in enumerate(functions.items()):
+        if form.pairs is None:
+            arguments = _json(schema or NO_ARGUMENTS)
+        else:
+            pairs = dict(_pairs(form.pairs, name, schema, marks))
+            rules += [f"pair_{at}_{key}: {pair}" for key, (pair, _) in enumerate(pairs.values())]
+            arguments = " ".join(f"pair_{at}_{key}{'' if each[1] else '?'}" for key, each in enumerate(pairs.values()))
+        rules.append(f"call_{at}: {literal(name, marks)} {between} {arguments}")
+    if form.pairs is not None:
+        rules.append(_text_before(form.pairs.after, marks))
+    return "\n".join(rules)
+
+
+def _pairs(
+    form: PairForm, name: str, schema: Schema, marks: Mapping[str, int]
+) -> Iterator[tuple[str, tuple[str, bool]]]:
+    """The grammar of each argument, and whether it must be there."""
+    if wrong := next((word for word in BRANCHES if word in schema), None):
+        raise _not_held(f"has {wrong} in the parameters of {name}")
+    wanted, properties = schema.get("required"), properties_of(schema)
+    required = [each for each in wanted if isinstance(each, str)] if isinstance(wanted, list) else []
+    for key, value in [*properties.items(), *((each, {}) for each in required if each not in properties)]:
+        before = literal(f"{form.before}{key}{form.between}", marks)
+        held = _value(form, f"in {key} of {name}", value if isinstance(value, Mapping) else {}, schema, marks)
+        yield key, (f"{before} {held}", key in required)
+
+
+def _value(form: PairForm, where: str, value: Schema, schema: Schema, marks: Mapping[str, int]) -> str:
+    words = value["enum"] if "enum" in value else [value["const"]] if "const" in value else None
+    after = literal(form.after, marks)
+    if isinstance(words, list) and all(isinstance(word, str) for word in words):
+        return f"({' | '.join(literal(word, marks) for word in words)}) {after}"
+    kinds = {*kinds_of(value)}
+    if "string" in kinds or not {*value} & {"type", "enum", "const", *BRANCHES}:
+        if wrong := next((word for word in LENGTHS if word in value), None):
+            raise _not_held(f"has {wrong} {where}")
+        return "text"
+    return f"{_json({**value, **{name: schema[name] for name in ('$defs', 'definitions') if name in schema}})} {after}"
+
+
+def _not_held(problem: str) -> BadField:
+    told = "to which calls in this model's form cannot be held. Leave it out, or give tool_choice auto"
+    return BadField("tools", f"{problem}, {told}", "invalid_schema")
+
+
+def _text_before(after: str, marks: Mapping[str, int]) -> str:
+    """The rule of any text up to the mark behind it, and of that mark."""
+    first = next((mark for mark in marks if after.lstrip().startswith(mark)), None)
+    if first is not None:
+        return f"text: /(?s:.*)/ {literal(after, marks)}"
+    spelled = "".join({"\n": r"\n", "/": r"\/"}.get(sign, re.escape(sign)) for sign in after)
+    return f"text[lazy]: /(?s:.*){spelled}/"
+
+
+def literal(text: str, marks: Mapping[str, int]) -> str:
+    """The grammar of this very text, in which special tokens are tokens."""
+    longest = sorted(marks, key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, longest))})", text) if marks else [text]
+    return " ".join(
+        f"<[{marks[part]}]>" if part in marks else json.dumps(part, ensure_ascii=False) for part in parts if part
+    )
+
+
+def _json(schema: Schema) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': FORM})}"
 
 
 def _depth(value: Any) -> int:

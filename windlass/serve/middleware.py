@@ -51,13 +51,13 @@ class RequestLog:
             self._metrics.left()
         except ApiError as error:
             if not has_begun:
-                await error.answer()(scope, receive, watched)
+                await error.answer(scope["path"])(scope, receive, watched)
         except Exception as error:
             where = "".join(traceback.format_tb(error.__traceback__))
             LOG.error("%s %s: %s\n%s", number, route, type(error).__name__, where)
             if not has_begun:
                 ours = ApiError(500, f"an error of the server. Its log has more under {number}", None, "internal_error")
-                await ours.answer()(scope, receive, watched)
+                await ours.answer(scope["path"])(scope, receive, watched)
 
 
 def bare_path(scope: Scope) -> str:
@@ -107,12 +107,18 @@ class Authentication:
         if not self._keys:
             return ""
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        digest = self._digest(given.strip() if kind.lower() == b"bearer" else b"")
+        bearer = given.strip() if kind.lower() == b"bearer" else b""
+        digest = self._digest(bearer or headers.get(b"x-api-key", b"").strip())
         fits = [
             hmac.compare_digest(digest, each) for each in self._keys
         ]  # compares all of them, so that timing reveals nothing
         if not any(fits):
-            raise ApiError(401, "no key that fits. Send the header Authorization: Bearer KEY", None, "invalid_api_key")
+            raise ApiError(
+                401,
+                "no key that fits. Send the header Authorization: Bearer KEY, or x-api-key: KEY",
+                None,
+                "invalid_api_key",
+            )
         return digest.hex()[:16]
 
     def _digest(self, key: bytes) -> bytes:

@@ -1,6 +1,7 @@
 """Prompts: messages of a chat, templates, and the tokens of a text."""
 
 import codecs
+import hashlib
 import json
 import logging
 import re
@@ -8,6 +9,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
+from itertools import count
 from threading import Lock
 from types import MappingProxyType
 from typing import Any, Final
@@ -17,17 +19,19 @@ from transformers import PreTrainedTokenizerBase
 from windlass.core.errors import shown
 from windlass.engine.request import Event, Logprob, Piece, PromptLogprobs
 from windlass.engine.templates import (
+    HEAD,
     TemplateLayout,
     has_template,
     head_tokens,
     message_ends,
     rendered,
     renderer,
+    tokens_until,
     without_start,
 )
-from windlass.engine.text import Stops, encode, stops_of, token_bytes, token_text
+from windlass.engine.text import Stops, encode, special_tokens, stops_of, token_bytes, token_text
 from windlass.serve.errors import ApiError, BadField
-from windlass.serve.parsers import THOUGHT_CLOSE, THOUGHT_OPEN
+from windlass.serve.forms import HERMES, MISTRAL_LIST, PLAIN, ReplyForm
 from windlass.serve.schema import AnyMessage, AssistantMessage, Part, ToolMessage
 
 ANSWER_TEXTS: Final = ("text", "input_text", "output_text")  # types of parts with a `text`
@@ -37,6 +41,8 @@ CALLS: Final = ("tool_use", "tool_call", "tool-call")
 CALL_NAMES, CALL_IDS = ("name", "toolName"), ("id", "toolCallId")
 CALL_ARGUMENTS: Final = ("input", "args", "arguments")
 CHUNK: Final = "chunk"
+PIN: Final = "pin"  # key of messages that are never evicted
+SHORT_ID: Final = re.compile("[A-Za-z0-9]{9}")
 MOST_CHUNKS: Final = 256  # chunks of a conversation
 
 Messages = Iterable[Mapping[str, Any]]
@@ -56,6 +62,11 @@ def conversation(messages: Iterable[AnyMessage]) -> list[dict[str, Any]]:
 
 def of_message(message: AnyMessage) -> dict[str, Any]:
     """One message as `conversation` gives it."""
+    found = _of_message(message)
+    return found | {PIN: True} if message.pin else found
+
+
+def _of_message(message: AnyMessage) -> dict[str, Any]:
     if isinstance(message, AssistantMessage):
         return _of_assistant(message)
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
@@ -172,12 +183,28 @@ def written(messages: Messages, chunk: Callable[[Chunk], str]) -> list[dict[str,
     def joined(content: tuple[str | Chunk, ...]) -> str:
         return "".join(chunk(each) if isinstance(each, Chunk) else each for each in content)
 
-    return [{**each, "content": joined(each["content"])} for each in messages]
+    plain = [{name: value for name, value in each.items() if name != PIN} for each in messages]
+    return [{**each, "content": joined(each["content"])} for each in plain]
 
 
 def chunks_of(messages: Messages) -> list[Chunk]:
     """All chunks, in the order of the text."""
     return [part for each in messages for part in each["content"] if isinstance(part, Chunk)]
+
+
+def pins_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    """The number of messages up to the last one that is pinned.
+
+    Raises: BadField where one before it is neither pinned nor of the system, and for chunks in the conversation.
+    """
+    last = max((at for at, each in enumerate(messages) if each.get(PIN)), default=-1)
+    for at, each in enumerate(messages[: last + 1]):
+        if not each.get(PIN) and each["role"] not in HEAD:
+            problem = f"is true in message {last}, but message {at} before it can be evicted. Pin that one too"
+            raise BadField(PIN, problem)
+    if last >= 0 and chunks_of(messages):
+        raise BadField(PIN, "and parts of type chunk exclude each other. Leave one of them out")
+    return last + 1
 
 
 # Tokens before the prefix, before the suffix, and before the text to write between them.
@@ -293,15 +320,18 @@ LOG: Final = logging.getLogger("windlass.serve")
 class Prompt:
     """Token ids, and the `spans` [start, stop) of those that are chunks.
 
-    `has_begun_thought`: whether the reply continues a thought, or None where the model is not known to think.
+    `form`: the forms of thoughts and calls in the reply. `has_begun_thought`: whether it continues a thought.
     """
 
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...] = ()
-    has_begun_thought: bool | None = None
+    form: ReplyForm = PLAIN
+    has_begun_thought: bool = False
     ends: tuple[int, ...] = ()
     """See `ends` and `head` of `Request`."""
     head: int = 0
+    pins: int = 0
+    """The number of first messages that are never evicted. They belong to the head."""
 
     @classmethod
     def of(cls, texts: Sequence[tuple[int, ...]], chunks: Sequence[tuple[int, ...]]) -> "Prompt":
@@ -328,6 +358,7 @@ class PromptTokenizer:
         self.ends = tuple(ends) or (() if own is None else (int(own),))
         self.infill, self._marks_messages = Infill.of(tokenizer), marks_messages
         self._lock, self._told = Lock(), set[str]()
+        self._special = special_tokens(tokenizer)
         # The first call may change settings of the tokenizer, which must happen before other threads decode with it.
         encode(tokenizer, "a", True)
 
@@ -349,7 +380,7 @@ class PromptTokenizer:
 
     def chat(
         self,
-        messages: Messages,
+        messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> Prompt:
@@ -364,16 +395,20 @@ class PromptTokenizer:
                 400, "this model has no chat template. Send a prompt to /v1/completions", "messages", "no_chat_template"
             )
         # A mark stands for each chunk, so that the template cannot join its tokens with those around it.
-        mark, chunks = secrets.token_hex(16), chunks_of(messages)
+        mark, chunks, pins = secrets.token_hex(16), chunks_of(messages), pins_of(messages)
         numbers = iter(range(len(chunks)))
         given = written(messages, lambda _: f"<{mark}-{next(numbers)}>")
         with self._lock:
-            source, text, form = self._rendered(given, tools, variables)
-            has_begun_thought = text.rstrip().endswith(THOUGHT_OPEN) if THOUGHT_CLOSE in source else None
+            source, given, text, form = self._rendered(given, tools, variables)
+            reply = reply_form(source, form, bool(tools))
+            begun_thought = reply.thoughts is not None and text.rstrip().endswith(reply.thoughts.opening)
             text = without_start(self.tokenizer, text)
             render = renderer(self.tokenizer, form, tools, variables)
             ends = () if chunks or not self._marks_messages else message_ends(self.tokenizer, render, given, text)
             head = head_tokens(self.tokenizer, render, given, text)
+            pinned = tokens_until(self.tokenizer, render, given[:pins], text) if pins else 0
+            if pinned is None:
+                raise BadField(PIN, "needs a chat template that shows where a message ends. Leave it out")
             texts = []
             for number in range(len(chunks)):
                 before, *behind = text.split(f"<{mark}-{number}>")
@@ -387,7 +422,9 @@ class PromptTokenizer:
                 texts.append(before)
                 text = behind[0]
             prompt = Prompt.of(self._pieces([*texts, text]), [self._chunk(each) for each in chunks])
-            return replace(prompt, has_begun_thought=has_begun_thought, ends=ends, head=head)
+            return replace(
+                prompt, form=reply, has_begun_thought=begun_thought, ends=ends, head=max(head, pinned), pins=pins
+            )
 
     def reads(self, name: str) -> bool:
         """Return True if the chat template reads a variable of this name."""
@@ -439,12 +476,13 @@ class PromptTokenizer:
 
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> tuple[str, str, TemplateLayout]:
-        """Return the template, its text for a conversation, and the form in which it was given the conversation."""
+    ) -> tuple[str, list[dict[str, Any]], str, TemplateLayout]:
+        """Return the template, the messages for it, its text for them, and the form in which it was given them."""
         given: Any = [dict(each) for each in tools] or None
         try:
             source = self.tokenizer.get_chat_template(tools=given)
             _check_variables(variables, source)
+            messages = fitted(messages, source)
             text, form = rendered(self.tokenizer, messages, tools, variables)
         except BadField:
             raise
@@ -457,11 +495,20 @@ class PromptTokenizer:
             if line not in self._told:
                 self._told.add(line)
                 LOG.warning("this model's chat template %s", line)
-        return source, text, form
+        return source, messages, text, form
 
     def stops(self, strings: Sequence[str]) -> Stops:
         """Return the stops of a text: the model's own tokens, and these strings."""
         return stops_of(list(strings) or None, self.tokenizer, self.ends, self.vocabulary)
+
+    def marks(self, text: str) -> dict[str, int]:
+        """The special tokens whose text is part of `text`, with their ids."""
+        return {mark: index for mark, index in self._special.items() if mark in text}
+
+    def hidden(self, text: str) -> frozenset[int] | None:
+        """The special tokens that a reply does not show, where those in `text` are shown. None: all of them."""
+        marks = self.marks(text)
+        return frozenset(index for mark, index in self._special.items() if mark not in marks) if marks else None
 
     def shown(self, token: int) -> tuple[str, list[int] | None]:
         """A token's text and its own bytes, of which the text of a part of a character shows nothing.
@@ -470,6 +517,49 @@ class PromptTokenizer:
         """
         codes = token_bytes(self.tokenizer, token)
         return token_text(self.tokenizer, token), None if codes is None else list(codes)
+
+
+def fitted(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+    """Messages with the names and ids that a chat template asks for.
+
+    gpt-oss reads a thought as `thinking`, and refuses one beside a text and a call. Mistral refuses ids of calls that
+    are not nine letters and digits.
+    """
+    if "message.thinking" in source:
+        messages = [_with_thinking(each) for each in messages]
+    return _with_short_ids(messages) if MISTRAL_LIST.evidence.search(source) else messages
+
+
+def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
+    rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+    if "reasoning_content" not in message or ("tool_calls" in message and message["content"]):
+        return rest
+    return rest | {"thinking": message["reasoning_content"]}
+
+
+def _with_short_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    calls, results = count(), count()
+    found = []
+    for message in messages:
+        if message["role"] == "tool":
+            message = message | {"tool_call_id": _short_id(message.get("tool_call_id"), next(results))}
+        if "tool_calls" in message:
+            made = [each | {"id": _short_id(each.get("id"), next(calls))} for each in message["tool_calls"]]
+            message = message | {"tool_calls": made}
+        found.append(message)
+    return found
+
+
+def _short_id(given: Any, number: int) -> str:
+    """An id of nine letters and digits. Calls and results without ids belong together in their order."""
+    text = given if isinstance(given, str) else str(number)
+    return text if SHORT_ID.fullmatch(text) else hashlib.sha256(text.encode()).hexdigest()[:9]
+
+
+def reply_form(source: str, form: TemplateLayout, has_tools: bool) -> ReplyForm:
+    """The forms that a chat template shows. A template that shows no tools leaves them to the system text."""
+    found = ReplyForm.of(source)
+    return replace(found, calls=HERMES) if has_tools and not form.has_tools else found
 
 
 def _check_variables(variables: Mapping[str, Any], template: str) -> None:

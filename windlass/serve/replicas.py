@@ -78,7 +78,8 @@ def key_of(headers: Headers, body: bytes) -> str:
 
     Messages count up to the first of a user, so that all turns of a conversation have one key.
     """
-    return f"{headers.get('authorization', '')}\n{_conversation(headers, body)}"
+    key = headers.get("authorization") or headers.get("x-api-key", "")
+    return f"{key}\n{_conversation(headers, body)}"
 
 
 def _conversation(headers: Headers, body: bytes) -> str:
@@ -258,7 +259,7 @@ class Front:
         except (ClientGone, ClientDisconnect):
             pass
         except ApiError as error:
-            answer = error.answer()
+            answer = error.answer(scope["path"])
             answer.headers["x-request-id"] = f"req_{secrets.token_hex(12)}"
             await answer(scope, receive, send)
 

@@ -6,13 +6,14 @@ from typing import Any, Final
 
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
-from windlass.core.parse import AUTO
+from windlass.core.parse import AUTO, SYSTEM
 from windlass.engine.recompute import recompute_of
 from windlass.engine.request import Grammar, PromptParts, Request, Reuse, ReuseMode
 from windlass.engine.scheduler import Service
 from windlass.engine.sequence import is_alike
 from windlass.engine.text import Stops
 from windlass.serve.errors import ApiError, BadField, of_usage
+from windlass.serve.forms import PLAIN, ReplyForm
 from windlass.serve.prompts import Prompt, PromptTokenizer
 from windlass.serve.schema import ChatRequest, CompletionRequest, Recompute, TextRequest
 
@@ -30,8 +31,9 @@ class GenerationRequest:
     is_streamed: bool
     has_usage: bool
     top_logprobs: int | None
+    form: ReplyForm = PLAIN
     has_begun_thought: bool | None = None
-    """See `Prompt`. Also None where a grammar leaves no room for a thought."""
+    """See `Prompt`. None where a grammar leaves no room for a thought."""
 
     @property
     def options(self) -> CacheOptions:
@@ -142,13 +144,20 @@ class RequestBuilder:
         """
         self._check(body, prompts)
         options = options_of(body.cache_options, self.service.options, self.service.kinds)
+        if prompts[0].pins and options.sinks != SYSTEM:
+            raise BadField(
+                "pin", f'needs rows with sinks "system", and these have {options.sinks}. Send "sinks": "system"'
+            )
         is_of_rows = any(is_alike(options, kind) for kind in self.service.kinds)
         is_reserved = bool(options.recall) or not is_of_rows
         default = min(default_tokens, RESERVED_MAX_TOKENS) if is_reserved else default_tokens
         most, has_echo = max_tokens_of(body, self.service.limits.max_tokens, default), _has_echo(body)
         if not most and not has_echo:
             raise BadField("max_tokens", "must be at least 1 (0 is for a completion with echo)")
-        top, stops = top_logprobs_of(body), self._stops(body)
+        top, form = top_logprobs_of(body), prompts[0].form
+        stops = self._stops(body, form)
+        marks = form.marks(isinstance(body, ChatRequest) and bool(body.callable))
+        hidden = self.words.hidden(marks) if isinstance(body, ChatRequest) else None
         requests = tuple(
             Request(
                 prompt=prompt.ids,
@@ -174,6 +183,7 @@ class RequestBuilder:
                 parts=parts_of(body.chunks, prompt),
                 ends=prompt.ends,
                 head=prompt.head,
+                hidden=hidden,
             )
             for at, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))
         )
@@ -183,6 +193,7 @@ class RequestBuilder:
             is_streamed=body.stream,
             has_usage=body.stream_options is not None and body.stream_options.include_usage,
             top_logprobs=top,
+            form=form,
             has_begun_thought=None if grammars else prompts[0].has_begun_thought,
         )
 
@@ -203,11 +214,13 @@ class RequestBuilder:
         except UsageError as error:
             raise BadField("cache.reuse", f"cannot be honoured: {error}") from error
 
-    def _stops(self, body: TextRequest) -> Stops:
+    def _stops(self, body: TextRequest, form: ReplyForm) -> Stops:
         try:
             stops = self.words.stops(body.stop)
         except UsageError as error:
             raise of_usage(error, "stop") from error
+        if isinstance(body, ChatRequest):
+            stops = replace(stops, ids=stops.ids | {*self.words.marks("".join(form.calls.ends)).values()})
         if body.suffix and self.words.infill is not None:
             return replace(stops, ids=stops.ids | self.words.infill.ends)
         return stops

@@ -242,16 +242,19 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
+StopStrings = Annotated[
+    list[Annotated[Label, Field(min_length=1)]],
+    Field(max_length=16),
+    BeforeValidator(lambda given: [given] if isinstance(given, str) else given, str | list[str]),
+]
+
+
 class SharedFields(SamplingFields, CacheFields):
     """Fields of every route that writes text."""
 
     model: Label | None = None
     """The model's name, as `/v1/models` has it (default: the server's only model)."""
-    stop: Annotated[
-        list[Annotated[Label, Field(min_length=1)]],
-        Field(max_length=16),
-        BeforeValidator(lambda given: [given] if isinstance(given, str) else given, str | list[str]),
-    ] = []
+    stop: StopStrings = []
     """One or more strings that end the text."""
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
@@ -302,6 +305,8 @@ class PromptMessage(Body):
     role: Literal["system", "developer", "user"]
     content: Content
     name: Label | None = None
+    pin: bool = False
+    """Never evict the tokens of this message. All messages before it must be pinned, or of the system."""
 
 
 class AssistantMessage(Body):
@@ -318,6 +323,7 @@ class AssistantMessage(Body):
     refusal: Any = None
     function_call: Any = None
     name: Any = None
+    pin: bool = False
 
 
 class ToolMessage(Body):
@@ -329,6 +335,7 @@ class ToolMessage(Body):
     content: Annotated[Content, BeforeValidator(text_of_json, Any)] = ""
     tool_call_id: Any = None
     name: Any = None
+    pin: bool = False
 
 
 AnyMessage = PromptMessage | AssistantMessage | ToolMessage
@@ -445,9 +452,10 @@ class ChatRequest(TextRequest):
         return [{"type": FUNCTION, "function": tool.function.model_dump(exclude_unset=True)} for tool in tools]
 
     @property
-    def function_names(self) -> list[str]:
-        """The names of the functions among the tools."""
-        return [tool.function.name for tool in self.tools if isinstance(tool, FunctionTool)]
+    def callable(self) -> dict[str, Object]:
+        """The schema of the arguments of each function that may be called, by the function's name."""
+        tools = [tool.function for tool in self.tools if isinstance(tool, FunctionTool)]
+        return {} if self.choice == "none" else {tool.name: tool.parameters or {} for tool in tools}
 
     @property
     def choice(self) -> str:

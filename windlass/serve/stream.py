@@ -174,7 +174,7 @@ class AnswerStream:
         yield b"".join(map(self._form.wire, openings))
         try:
             async for found in self._events():
-                yield self._part(found) or comment("waiting")
+                yield self._part(found) or self._form.waiting()
         except ApiError as error:
             yield self._form.failure(error)
             return

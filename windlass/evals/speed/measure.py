@@ -20,8 +20,7 @@ from windlass.core.errors import UsageError
 from windlass.core.parse import in_units
 from windlass.core.positions import EMPTY
 from windlass.core.types import TokenIds, TokenMask
-from windlass.engine.cuda_graph import graph_for, wait_for
-from windlass.engine.decode import Decoder
+from windlass.engine.decode import Decoder, graph_for, wait_for
 from windlass.engine.generate import prefill
 from windlass.engine.sampler import Sampler
 from windlass.engine.sampling import Sampling
