@@ -95,7 +95,7 @@ def test_what_is_not_known_or_does_not_fit_is_refused(attached_model: Models, te
     cache = KVCache(model, sinks="system", **LIMITS)
     with pytest.raises(UsageError, match=r"Call cache\.set_sinks"):
         windlass.prefill(model, cache, ids.tolist())
-    with pytest.raises(UsageError, match="has 19 tokens, and the budget of 24 tokens has room for 18 beside"):
+    with pytest.raises(UsageError, match="have 19 tokens, and the budget of 24 tokens has room for 18 beside"):
         cache.set_sinks(19)
     cache.set_sinks(18)
     windlass.prefill(model, cache, ids.tolist())
