@@ -309,6 +309,16 @@ def test_a_hybrid_gets_a_prefix(text: Text) -> None:
     assert (reader.cached, reader.moved) == (0, 0)
 
 
+def test_a_rotation_that_grows_with_the_text_takes_no_gaps(attached_model: Models, text: Text) -> None:
+    model, (old, edits) = attached_model("llama_dynamic"), edits_of(text)
+    options = options_of(budget=WIDE)
+    for name, cached in (("an early word is changed", 5), ("a turn is put in", 42)):
+        reader = reader_of(model, edits[name], kept(model, old, options=options), options=options)
+        assert (reader.cached, reader.moved) == (cached, 0)
+    reader = reader_of(model, edits["a turn is dropped"], kept(model, old, options=options), options=options)
+    assert (reader.cached, reader.moved) == (23 + 68, 68)
+
+
 def test_positions_that_are_ranks_take_no_gaps(attached_model: Models, text: Text) -> None:
     """But tokens may be dropped, and new ones read behind the others."""
     model, (old, edits) = attached_model("llama"), edits_of(text)

@@ -516,6 +516,8 @@ def takes_edits(cache: CacheState, end: int, has_gaps: bool) -> bool:
     ring = cache.store.full_precision
     if cache.recurrent or has_places(cache) or cache.is_rotated or cache.merge is not None or ring.sinks or ring.newest:
         return False
+    if has_gaps and any(rotary is not None and rotary.is_length_dependent for rotary in cache.rotaries):
+        return False  # a token in the middle would be rotated as in the longer text
     for layer in cache.layers_to_read:  # a window that was evicted is not there for tokens before its end
         is_cut = layer.rules.is_whole_window and layer.history.has_evicted
         if is_cut or layer.policy.needs.statistics or (has_gaps and end > _stands_until(cache, layer)):
