@@ -24,6 +24,19 @@ SMALL = str(Path(__file__).parents[1] / "models" / "stories260K")
 COMMANDS = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
 
 
+@pytest.mark.parametrize(("policy", "rounds"), [(None, "10000"), ("active", None)])
+def test_threads_spin_for_a_while_unless_the_user_decides(
+    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, policy: str | None, rounds: str | None
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")  # is put back as it was after the test
+        monkeypatch.delenv(name)
+    if policy is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", policy)
+    assert run("--version").code == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == rounds
+
+
 @pytest.mark.parametrize("option", ["--version", "-V"])
 def test_the_version(run: Callable[..., Ran], option: str):
     assert run(option) == Ran(0, f"windlass {windlass.__version__}\n", "")

@@ -141,8 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # until the process ends
     if sys.stdout is None:
         return _failed("the output is closed. Send it somewhere, to /dev/null if it is not wanted")
-    # On a busy machine, threads that spin while they wait make every token wait for them.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Threads meet some 250 times a token. They spin for as long as that takes on a quiet machine, and leave a busy one
+    # its cores after that.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name="windlass", standalone_mode=False)
         sys.stdout.flush()

@@ -112,6 +112,12 @@ class LinearLayer:
         return [each.data_ptr() for each in (*held, self.bias, self.scales) if each is not None]
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the weights."""
+        held = self.weights.parts if isinstance(self.weights, GroupCodes) else (self.weights,)
+        return sum(each.nbytes for each in held)
+
+    @property
     def is_coded(self) -> bool:
         """True if the weights are codes and not floats."""
         return self.scales is not None or isinstance(self.weights, GroupCodes)

@@ -45,6 +45,7 @@ MAX_TOKENS: Final = 16  # queries per row in one call of `attend`
 MAX_CHANNELS: Final = 1024
 GROUPS: Final = (0, 16, 32)  # channels that share a scale and an offset, where new codes are made
 MAX_ROWS: Final = 16  # inputs of the compiled `linear`, and tokens of a decoder layer's kernels
+GRAIN: Final = 2**19  # bytes of weights, times rows, that are worth another thread
 MANY_ROWS: Final = 64  # inputs from which on PyTorch's product of decoded or widened weights is as fast
 MAX_LANES: Final = 16  # numbers in a vector of any instruction set
 BLOCKS: Final = {4: (32, 64), 8: (64,)}  # outputs that lie side by side, in codes of so many bits
@@ -199,7 +200,8 @@ def decode_into(panel: LinearWeights, weights: GroupCodes, first: int) -> None:
 
 def linear(call: LinearInput) -> LinearOutputs:
     """See `reference.linear`. Takes up to MANY_ROWS rows, none of which depends on the others."""
-    inputs, layer, threads = call.inputs.contiguous(), call.layer, torch.get_num_threads()
+    inputs, layer = call.inputs.contiguous(), call.layer
+    threads = max(1, min(torch.get_num_threads(), layer.nbytes * call.rows // GRAIN))
     dtype, scales = inputs.dtype, None if layer.scales is None else layer.scales.contiguous()
     result = inputs.new_empty(*inputs.shape[:-1], layer.out_features)
     arguments, own = linear_arguments(layer, dtype, scales), FLOATS[dtype]

@@ -183,9 +183,9 @@ def _recall(store: RecallSlots) -> "_native.RecallArguments":
     )
 
 
-TRIAL: Final = 4  # steps by which a number of threads is judged
+TRIAL: Final = 3  # steps by which a number of threads is judged
 CLEAR: Final = 3.0  # ratio of two times that decides at once
-PAUSES: Final = (64, 512)  # steps between trials, at first and at most
+PAUSES: Final = (128, 1024)  # steps between trials, at first and at most
 
 
 @final
