@@ -106,6 +106,8 @@ def cells(name: str = "smollm2") -> list[Cell]:
     changes: Variants = {f"KeyDiff, {x}": {"merge": x} for x in MERGES} | {
         f"KeyDiff, {x}": {"store": x} for x in STORES
     }
+    limits: Variants = {f"KeyDiff, window {size}": {"window": size} for size in (16, 125)}
+    limits |= {f"KeyDiff, {size} sinks": {"sinks": size} for size in (0, 16)}
     modes: Variants = {f"KeyDiff, {mode}": {"positions": mode} for mode in MODES}
     talks = few | {"KeyDiff, system text pinned": {"sinks": "system"}}
     parts = range(4)
@@ -115,6 +117,7 @@ def cells(name: str = "smollm2") -> list[Cell]:
         cell for budget in (250, 500, 125) for part in parts for cell in rows_of("facts", 1000, budget, few, part=part)
     ]
     ordered += beside("facts", 1000, 500, few) + beside("facts", 1000, 125, few) + rows_of("facts", 1000, 250, core)
+    ordered += rows_of("stream", 1536, 256, limits) + rows_of("facts", 1000, 250, limits)
     ordered += beside("stream", 1536, 256, policies) + beside("stream", 1536, 256, core, 8)
     ordered += beside("chats", 0, 256, talks) + rows_of("facts", 4000, 1000, few)
     ordered += [cell for budget in (128, 512) for cell in beside("stream", 1536, budget, core)]
