@@ -106,26 +106,27 @@ def cells(name: str = "smollm2") -> list[Cell]:
     changes: Variants = {f"KeyDiff, {x}": {"merge": x} for x in MERGES} | {
         f"KeyDiff, {x}": {"store": x} for x in STORES
     }
+    limits: Variants = {f"KeyDiff, window {size}": {"window": size} for size in (16, 125)}
+    limits |= {f"KeyDiff, {size} sinks": {"sinks": size} for size in (0, 16)}
     modes: Variants = {f"KeyDiff, {mode}": {"positions": mode} for mode in MODES}
     talks = few | {"KeyDiff, system text pinned": {"sinks": "system"}}
+    parts = range(4)
     ordered = beside("stream", 1536, 256, core) + beside("facts", 1000, 250, few)
-    ordered += [cell for part in range(4) for cell in rows_of("facts", 1000, 250, few, part=part)]
-    ordered += beside("stream", 1536, 256, changes) + beside("facts", 1000, 125, few)
-    ordered += rows_of("facts", 1000, 500, few) + beside("agreement", 1024, 256, few)
-    ordered += rows_of("facts", 4000, 1000, few) + rows_of("facts", 4000, 500, few)
-    ordered += beside("stream", 1536, 256, few, 8) + beside("chats", 0, 256, talks)
-    ordered += rows_of("facts", 1000, 250, core) + beside("stream", 1536, 256, policies)
-    for part in range(4):
-        ordered += [cell for budget in (250, 500, 125) for cell in beside("facts", 1000, budget, few, part=part)]
-        if part == 1:
-            ordered += beside("stream", 1536, 256, core, 8)
-            ordered += [cell for budget in (1000, 500, 2000) for cell in beside("facts", 4000, budget, few)]
-            ordered += beside("stream", 12_288, 256, modes)
-        ordered += [cell for budget in (250, 500, 125) for cell in beside("facts", 1000, budget, core, part=part)]
-    for budget in (128, 512, 1024):
-        tokens = max(1536, 3 * budget)
-        ordered += beside("stream", tokens, budget, core) + beside("stream", tokens, budget, few, 8)
-    ordered += beside("chats", 0, 256, talks, part=1) + beside("facts", 7000, 875, few)
+    ordered += beside("stream", 1536, 256, changes) + beside("agreement", 1024, 256, few)
+    ordered += [
+        cell for budget in (250, 500, 125) for part in parts for cell in rows_of("facts", 1000, budget, few, part=part)
+    ]
+    ordered += beside("facts", 1000, 500, few) + beside("facts", 1000, 125, few) + rows_of("facts", 1000, 250, core)
+    ordered += rows_of("facts", 1000, 250, {name: policies[name] for name in ("RKV", "ExpectedAttention", "H2O")})
+    ordered += [cell for part in parts for cell in rows_of("facts", 1000, 250, {"RKV": policies["RKV"]}, part=part)]
+    ordered += rows_of("stream", 1536, 256, limits) + rows_of("facts", 1000, 250, limits)
+    ordered += beside("stream", 1536, 256, policies) + beside("stream", 1536, 256, core, 8)
+    ordered += beside("chats", 0, 256, talks) + rows_of("facts", 4000, 1000, few)
+    ordered += [cell for budget in (128, 512) for cell in beside("stream", 1536, budget, core)]
+    ordered += (
+        beside("stream", 3072, 1024, few) + rows_of("facts", 4000, 500, few) + beside("chats", 0, 256, talks, part=1)
+    )
+    ordered += rows_of("stream", 12_288, 256, modes) + rows_of("facts", 7000, 875, few)
     keys = [cell.key for cell in ordered]
     return [cell for at, cell in enumerate(ordered) if keys.index(cell.key) == at]
 

@@ -63,6 +63,7 @@ Loss above the full cache, nats per token, {STREAM_ROWS} stretches of the novels
 
 {CHATS} conversations a part, {TURNS} turns, budget 256. Counted are replies that begin as the system prompt asks:
 `{RULE}`
+Where all rows are alike, the model does not follow the rule, and the table tells nothing of caches.
 """,
     "## Stores\n\n`KeyDiff` with slots of 8 or 4 bits. Loss above the full cache, nats per token.\n",
     "## Beyond the trained length\n\nPosition modes. The full cache reads by `auto`. Loss above it, nats per token.\n",
