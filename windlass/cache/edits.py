@@ -1,9 +1,8 @@
 """Sequence edits: changes to a text after it was read.
 
-All of them change integers. `drop`, `keep` and `shift` touch positions only. `divide` sorts the slots as well, so
-that tokens which then share a position lie in the order of the text. `copy` copies keys and values to another row,
-byte for byte. `splice` joins two texts: keys and values are copied byte for byte, or converted once into another kind
-of store. Ranges are half-open. After an edit other than `rollback`, earlier steps can no longer be rolled back.
+They change integers. `drop`, `keep` and `shift` touch positions only. `divide` also sorts the slots, as tokens may then
+share a position. `copy` copies keys and values byte for byte. `splice` copies those of another text, or converts them
+once into another kind of store. Ranges are half-open. Earlier steps can then no longer be rolled back.
 """
 
 from __future__ import annotations
@@ -514,15 +513,14 @@ def held_positions(cache: CacheState, row: int) -> set[int]:
 def takes_edits(cache: CacheState, end: int, has_gaps: bool) -> bool:
     """Return True if tokens of a text up to `end` can be dropped and moved, and others be read in gaps between them."""
     ring = cache.store.full_precision
+    grows = any(rotary is not None and rotary.is_length_dependent for rotary in cache.rotaries)
     if cache.recurrent or has_places(cache) or cache.is_rotated or cache.merge is not None or ring.sinks or ring.newest:
         return False
-    if has_gaps and any(rotary is not None and rotary.is_length_dependent for rotary in cache.rotaries):
-        return False  # a token in the middle would be rotated as in the longer text
     for layer in cache.layers_to_read:  # a window that was evicted is not there for tokens before its end
         is_cut = layer.rules.is_whole_window and layer.history.has_evicted
         if is_cut or layer.policy.needs.statistics or (has_gaps and end > _stands_until(cache, layer)):
             return False
-    return True
+    return not (has_gaps and grows)
 
 
 @no_inference_mode
