@@ -2,7 +2,7 @@
 
 They change integers. `drop`, `keep` and `shift` touch positions only. `divide` also sorts the slots, as tokens may then
 share a position. `copy` copies keys and values byte for byte. `splice` copies those of another text, or converts them
-once into another kind of store. Ranges are half-open. Earlier steps can then no longer be rolled back.
+once into another kind of store. Ranges are half-open. Only `rollback` leaves earlier steps that can be rolled back.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # until the process ends
     if sys.stdout is None:
         return _failed("the output is closed. Send it somewhere, to /dev/null if it is not wanted")
-    # Threads meet some 250 times a token. They spin for as long as that takes on a quiet machine, and leave a busy one
+    # Threads meet several times a layer. They spin for as long as that takes on a quiet machine, and leave a busy one
     # its cores after that.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -108,14 +108,16 @@ class LinearLayer:
     @property
     def addresses(self) -> list[int]:
         """Addresses of the memory that a kernel reads."""
-        held = self.weights.parts if isinstance(self.weights, GroupCodes) else (self.weights,)
-        return [each.data_ptr() for each in (*held, self.bias, self.scales) if each is not None]
+        return [each.data_ptr() for each in (*self._parts, self.bias, self.scales) if each is not None]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weights."""
-        held = self.weights.parts if isinstance(self.weights, GroupCodes) else (self.weights,)
-        return sum(each.nbytes for each in held)
+        return sum(each.nbytes for each in self._parts)
+
+    @property
+    def _parts(self) -> tuple[Tensor, ...]:
+        return self.weights.parts if isinstance(self.weights, GroupCodes) else (self.weights,)
 
     @property
     def is_coded(self) -> bool:

@@ -1,6 +1,6 @@
 """Tokens that are read in the middle of a text: of joined chunks a second time, and of an edited history.
 
-`aligned` finds the tokens that an edited history shares with the text before the edit.
+`Alignment` finds the tokens that an edited history shares with the text before the edit.
 """
 
 import re

@@ -192,8 +192,8 @@ PAUSES: Final = (128, 1024)  # steps between trials, at first and at most
 class ThreadChoice:
     """The number of threads of a decoder's steps, by which the latest steps were fastest.
 
-    Threads meet after each matrix. In a small model that takes longer than a second thread saves, and on a busy machine
-    a hundred times as long as the step. The number changes no bit of a result.
+    Threads meet after each matrix. In a small model, or on a busy machine, they may lose more time there than they
+    save. The number changes no bit of a result.
     """
 
     def __init__(self) -> None:

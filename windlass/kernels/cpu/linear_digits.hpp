@@ -9,12 +9,12 @@ constexpr int RUN = 32;  // most inputs that share a scale
 inline int run_of(const Linear &call) { return call.group % RUN ? RUN / 2 : RUN; }
 
 // Writes `sums`: inputs of T tokens in a run times the codes of a block. Codes of 4 bits count from 0.
-// A token's inputs are `wholes`, and twice as many bytes, `digits`: high ones (x + 128 >> 8), then, behind `low` bytes,
-// low ones. `stride`: wholes of a token. `totals`: the sums of each token's inputs.
+// A token has `stride` inputs: as `wholes`, and as `digits` of 8 bits, all high ones (x + 128 >> 8) before all low ones.
+// `totals`: the sums of each token's inputs.
 struct RunInputs {
     const std::int16_t *wholes;
     const std::int8_t *digits;
-    std::int64_t stride, low;
+    std::int64_t stride;
     const std::int32_t *totals;
 };
 template <Format CODES, int BLOCK>
@@ -109,7 +109,7 @@ struct RunSumsOf64 {
             read(row, quads);
             UNROLLED for (int t = 0; t < T; ++t) {
                 const std::int8_t *digits = inputs.digits + 2 * t * inputs.stride + k;
-                const __m512i x = four(digits), y = four(digits + inputs.low);
+                const __m512i x = four(digits), y = four(digits + inputs.stride);
                 UNROLLED for (int i = 0; i < VECTORS; ++i) {
                     add_products(high[t][i], quads[i], x);
                     add_products(low[t][i], quads[i], y);
@@ -238,7 +238,7 @@ class DigitGroups {
             std::int32_t added[AT_ONCE];
             const std::int64_t at = token + t;
             UNROLLED for (int i = 0; i < AT_ONCE; ++i) added[i] = totals[(at + i) * runs + first / length];
-            const RunInputs inputs{wholes + at * call.in + first, digits + 2 * at * call.in + first, call.in, call.in, added};
+            const RunInputs inputs{wholes + at * call.in + first, digits + 2 * at * call.in + first, call.in, added};
             RunSums<CODES, BLOCK>::template multiply<AT_ONCE>(codes, inputs, length, sums);
             UNROLLED for (int i = 0; i < AT_ONCE; ++i) {
                 const float scale = scales[(at + i) * runs + first / length];
