@@ -134,13 +134,16 @@ def test_families(attached_model: Models, text: Text, family: str, watched: Watc
     [
         ({}, True),
         ({"positions": "original"}, True),
-        ({"positions": "compact"}, False),
-        ({"positions": "self_extend(3, 5)"}, False),
+        ({"positions": "compact"}, True),
+        ({"positions": "compact", "recall": 16, "policy": SnapKV(observed_queries=3)}, True),
+        ({"positions": "self_extend(3, 5)"}, True),
+        ({"positions": "clamp(7)", "policy": Recent()}, True),
+        ({"positions": "self_extend(2, 5)", "budget": None}, True),
         ({"merge": "mean_count"}, False),
         ({"rollback": 9}, True),
         ({"store": "int8"}, True),
         ({"store": "int4", "positions": "original"}, True),
-        ({"store": "int4", "positions": "compact"}, False),
+        ({"store": "int4", "positions": "compact"}, True),
         ({"store": "int4", "merge": "mean_count"}, False),
         ({"store": "int4", "recall": 16}, True),
         ({"store": "int8", "recall": 16, "recall_store": "plain", "rollback": 9}, True),
@@ -152,6 +155,38 @@ def test_what_is_served(
 ) -> None:
     _, _, steps = both(attached_model("llama"), text(60), watched, **{"budget": 14, **options})
     assert (steps > 0) == is_served
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"budget": 14},
+        {"budget": 14, "recall": 16, "store": "int8"},
+        {"budget": 38, "policy": Recent()},
+        {"budget": None},
+        {"budget": None, "store": "int4"},
+    ],
+    ids=str,
+)
+def test_rows_within_and_beyond_the_trained_length(text: Text, options: dict[str, Any], watched: Watched) -> None:
+    """At ranks, or in steps of 1, 2 and 4, and at different lengths of text in the rows of one step."""
+    model, ids = tiny_model("llama"), text(110, rows=2)
+    model.config.max_position_embeddings = 23
+    attach(model)
+    caches, logits = list[KVCache](), list[Tensor]()
+    for watched.is_on in (True, False):
+        cache = KVCache(model, **{**LIMITS, "batch": 2, "rollback": 9, **options})
+        read(model, cache, ids[:, :7], 7)  # before it the mean keys are measured
+        watched.steps = 0
+        pieces = [read(model, cache, ids[:, 7:27], 1)]
+        cache.rollback([0, 9])
+        pieces += [read(model, cache, ids[:, 27:80], 1), read(model, cache, ids[:, 80:83], 3)]
+        pieces.append(read(model, cache, ids[:, 83:], 1))
+        assert watched.is_on == (watched.steps >= 100 * len(cache.layers))
+        caches.append(cache)
+        logits.append(torch.cat(pieces, 1))
+    assert logits[0].equal(logits[1])
+    assert_same(*caches)
 
 
 @pytest.mark.parametrize("store", ["int8(newest=4)", "int4(sinks=2)"])
@@ -183,7 +218,7 @@ def test_one_kernel_serves_until_something_changes(text: Text, store: str, watch
     assert made(50, 10) == 0
     assert made(60, 40) == 1  # the layers grew from 64 slots to 128
     cache.positions = "compact"
-    assert made(100, 5) == 0
+    assert made(100, 5) == 1
     cache.positions = "original"
     assert made(105, 5) == 1
     twin = copy.deepcopy(cache)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.helpers.stores import packed_as
 from windlass.core.inputs import DecodeInput, DecodeOutput, DecodeSlots, Ranking, Retention, Visibility
-from windlass.core.positions import EMPTY, RESERVED
+from windlass.core.positions import EMPTY, RESERVED, ReadRule
 from windlass.kernels import cpu, reference
 
 if not cpu.instruction_sets():
@@ -107,6 +107,11 @@ def assert_attended(ours: DecodeOutput, truth: DecodeOutput, new: DecodeInput, d
         (KV_HEADS, {"visibility": Visibility(sliding_window=13), "softcap": 1.5}),
         (1, {"visibility": Visibility(reach=17, sinks=4)}),
         (1, {"visibility": Visibility(attention_chunk=29)}),
+        (KV_HEADS, {"rule": ReadRule(ranked_from=0)}),
+        (1, {"rule": ReadRule(ranked_from=63, near=3, trained=18)}),
+        (KV_HEADS, {"rule": ReadRule(near=5, trained=40), "visibility": Visibility(reach=17, sinks=4)}),
+        (1, {"rule": ReadRule(group=3, near=8)}),
+        (KV_HEADS, {"rule": ReadRule(limit=12)}),
     ],
 )
 def test_steps_equal_the_reference(

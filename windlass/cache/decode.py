@@ -3,6 +3,7 @@
 import copy
 import operator
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, final
@@ -18,6 +19,7 @@ from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable
 from windlass.core.inputs import DecodeInput, DecodeOutput, DecodeSlots, Format, PackedStates, RecallSlots, Retention
 from windlass.core.parse import MAX_NUMBER
+from windlass.core.positions import ReadRule
 from windlass.core.step import AttentionCall, Step, StepRecord
 from windlass.core.types import Attended, ListedSlots, NewKeys, NewValues, Queries
 from windlass.policies.base import TOKEN, Policy
@@ -175,10 +177,9 @@ class KernelHandle(NamedTuple):
 class DecodeKernel:
     """The kernel for steps of one token per row of one layer, prepared when the first such step comes.
 
-    It serves keys and values that are stored as they are or in codes alone, in texts whose tokens are read at their
-    own positions. It does not serve merged tokens, pictures, an indexer, policies that change keys or ask for token
-    ids, or norms after RoPE. It observes and evicts for policies whose ranking it knows. For others it writes and
-    attends.
+    It serves keys and values that are stored as they are or in codes alone, and position modes with a rule. It does not
+    serve merged tokens, pictures, an indexer, policies that change keys or ask for token ids, or norms after RoPE. It
+    observes and evicts for policies whose ranking it knows. For others it writes and attends.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -210,7 +211,7 @@ class DecodeKernel:
     def _prepare(self, asked: LayerStep) -> KernelHandle | None:
         """Prepare a kernel for steps like this one. None: it can't serve them."""
         table, rules, rotary, (queries, keys, values), step, mode, call, *_ = asked
-        held, end, tables = table.store.in_place(), MAX_NUMBER, None
+        held, end, tables, bound, rule = table.store.in_place(), MAX_NUMBER, None, step.end, ReadRule()
         if held is None or rules.merge is not None or TOKEN in table.state or changes_keys(self._policy):
             return None
         if not (_takes(held[0], keys, queries) and _takes(held[1], values, queries)):
@@ -219,17 +220,19 @@ class DecodeKernel:
             if rotary.norm_weights is not None:
                 return None
             trained_length = rotary.trained_length if rules.sliding_window is None else None
-            end = mode.within(trained_length, rules.budget is not None).stands_until()
-            if step.end > end or rotary.table_changes_at(step.end):
+            within = mode.within(trained_length, rules.budget is not None)
+            bound, its_rule = within.bound(step.end, table.slots, 1), within.rule()
+            if its_rule is None or rotary.table_changes_at(bound):
                 return None
-            tables = rotary.tables(step.end, queries.device, kernels.table_dtype(queries))
-            end = min(end, tables[0].shape[0])
+            rule, tables = its_rule, rotary.tables(bound, queries.device, kernels.table_dtype(queries))
+            lengths = range(MAX_NUMBER + 1)
+            end = bisect_right(lengths, tables[0].shape[0], key=lambda end: within.bound(end, table.slots, 1)) - 1
         recall = None
-        if table.recall is not None and (recall := _recall(table, rotary, keys, step.end)) is None:
+        if table.recall is not None and (recall := _recall(table, rotary, keys, bound)) is None:
             return None
         retention, heads = _retention(rules), table.score_heads
         visible = rules.visibility if step.sinks is None else replace(rules.visibility, reach=None, sinks=0)
-        slots = DecodeSlots(*held, heads, tables, call.scale, visible, call.softcap, retention, recall)
+        slots = DecodeSlots(*held, heads, tables, call.scale, visible, call.softcap, retention, recall, rule)
         if (kernel := kernels.decode_of(slots, queries)) is None:
             return None
         tensors = tuple(map(ref, _tensors(table, rotary)))

@@ -1,7 +1,7 @@
 """The records that kernels take and return, the same for every backend."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, unique
 from typing import Final, Literal, NamedTuple
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windlass.core.parse import PAGE
-from windlass.core.positions import RotaryIndex
+from windlass.core.positions import ReadRule, RotaryIndex
 from windlass.core.types import (
     Attended,
     Bias,
@@ -556,8 +556,9 @@ class DecodeSlots:
     """Slots that decode steps write to and read: the part that stays the same from step to step.
 
     `keys` and `values` hold no token at full precision beside codes. New tokens are encoded as theirs are. `tables`
-    (cos, sin) have a row for each position of the text (None: no rotation). `retention`: None where the kernel neither
-    observes nor evicts. `recall`: None where nothing is recalled. The other fields are those of `AttentionInput`.
+    (cos, sin) have a row for each place that `rule` reads at (None: no rotation). `retention`: None where the kernel
+    neither observes nor evicts. `recall`: None where nothing is recalled. The other fields are those of
+    `AttentionInput`.
     """
 
     keys: PackedStates
@@ -569,6 +570,7 @@ class DecodeSlots:
     softcap: float | None = None
     retention: Retention | None = None
     recall: RecallSlots | None = None
+    rule: ReadRule = field(default_factory=ReadRule)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from windlass.core.errors import UsageError
 from windlass.core.parse import MAX_NUMBER
-from windlass.core.types import QueryPositions, RotaryKeys, RotaryQueries, SlotPositions
+from windlass.core.types import QueryPositions, RotaryKeys, RotaryQueries, SlotIndex, SlotPositions
 
 EMPTY = -1  # position of a slot that holds no token, and of a padding token
 RESERVED = -2  # position of a slot whose token was evicted but can still be rolled back
@@ -35,6 +35,62 @@ class RotaryIndex:
     near: RotaryBranch
     far: RotaryBranch | None = None
     near_window: int = 0
+
+
+@dataclass(frozen=True)
+class ReadRule:
+    """The rotary positions at which the newest token of each row reads its slots.
+
+    Queries at `ranked_from` and beyond read tokens at their ranks in their row and head, others at their positions.
+    Keys at a distance below `near` keep it, others are read in steps of `group`. The query stands at `limit`, if there
+    is one. Where a model was trained on texts of `trained` tokens, `group` is the least power of two that keeps a row's
+    distances below that, and all positions are below it.
+    """
+
+    ranked_from: int = MAX_NUMBER
+    group: int = 1
+    near: int = MAX_NUMBER
+    limit: int | None = None
+    trained: int | None = None
+
+    def branch(
+        self, slots: SlotPositions, queries: QueryPositions, order: SlotIndex | None, places: int
+    ) -> RotaryBranch:
+        """Rotary positions of each row's query and slots, whose places are all below `places`.
+
+        `order` has each row's slots by their positions, where tokens may be read at ranks. Never waits for the device.
+        """
+        at, keys_at = queries.clamp(min=0)[:, None].expand(-1, slots.shape[1], -1), slots.clamp(min=0)
+        q, k = at, keys_at
+        if order is not None and self.is_ranked:
+            held, count = slots >= 0, torch.arange(slots.shape[-1], device=slots.device).expand_as(order)
+            ranks = torch.empty_like(order).scatter_(-1, order, count).where(held, 0)
+            is_ranked = (queries >= self.ranked_from)[:, None]
+            q, k = torch.where(is_ranked, held.sum(-1, keepdim=True) - 1, at), torch.where(is_ranked, ranks, keys_at)
+        most, group = q.amax(1, keepdim=True), torch.full_like(q, self.group)
+        for each in self.groups(places)[:-1]:
+            group = torch.where(most >= self.reach(each), 2 * each, group)
+        far = q // group + self.near - self.near // group if self.limit is None else torch.full_like(q, self.limit)
+        keys = torch.where(at - keys_at < self.near, far - (q - k).clamp(min=0), k // group)
+        last = MAX_NUMBER if self.trained is None else self.trained - 1
+        return RotaryBranch(far.clamp(max=last), keys.clamp(0, last))
+
+    @property
+    def is_ranked(self) -> bool:
+        """Return True if tokens may be read at their ranks."""
+        return self.ranked_from < MAX_NUMBER
+
+    def reach(self, group: int) -> int:
+        """Places of a text that `group` brings below the trained length."""
+        trained = MAX_NUMBER if self.trained is None else self.trained
+        return group * (trained - self.near + self.near // group)
+
+    def groups(self, places: int) -> list[int]:
+        """All groups that a query may need where no place is `places` or more."""
+        groups = [self.group]
+        while self.trained is not None and self.reach(groups[-1]) < places:
+            groups.append(2 * groups[-1])
+        return groups
 
 
 PLACE: Final = "rotary_place"  # state: the place of the slot's token

@@ -601,7 +601,7 @@ def _place(store: RecallSlots, index: int) -> tuple[RecallPiece, int]:
 
 
 def decode(slots: DecodeSlots, new: DecodeInput) -> DecodeOutput:
-    """Write one token per row to a free slot, let its query read the slots, each at its own position, and evict.
+    """Write one token per row to a free slot, let its query read the slots by `slots.rule`, and evict.
 
     Changes nothing but the keys and values of free slots, and of a recall store behind its last token. The slot of a
     padding token stays free.
@@ -618,7 +618,7 @@ def decode(slots: DecodeSlots, new: DecodeInput) -> DecodeOutput:
         numbers.scatter_(-1, index, new.remembered[:, None, None].float().expand_as(index))
         if new.is_recalling:
             read, recalled = recall(slots, new, places, numbers)
-    at = RotaryBranch(new.positions[:, None].expand(-1, read.shape[1], -1).clamp(min=0), read.clamp(min=0))
+    at = slots.rule.branch(read, new.positions, argsort_positions(read), int(read.max()) + 1)
     is_observing = retention is not None and retention.ranking.observe != "nothing"
     out, mass = attend(
         AttentionInput(

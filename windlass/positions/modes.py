@@ -14,7 +14,7 @@ from torch import Tensor
 from windlass import kernels
 from windlass.core.errors import UsageError, check_kind
 from windlass.core.parse import MAX_NUMBER, check_given, check_range, near_to, parse_ints, parse_spec
-from windlass.core.positions import Places, RotaryBranch, RotaryIndex, SlotPlaces
+from windlass.core.positions import Places, ReadRule, RotaryBranch, RotaryIndex, SlotPlaces
 from windlass.core.step import Step
 from windlass.core.types import QueryPositions, RotaryKeys, RotaryQueries, SlotPositions
 
@@ -69,6 +69,10 @@ class PositionMode(ABC):
         """Length of the longest text whose tokens are each read at their own position, or 0 where it is unknown."""
         return 0
 
+    def rule(self) -> ReadRule | None:
+        """How the newest token of each row reads its slots, for kernels. None: as `rotary_index` alone says."""
+        return None
+
     def keeps_places(self, end: int, occupancy: int) -> bool:
         """Return True if keys and queries are read at their positions or ranks, and not just at some distance.
 
@@ -121,6 +125,12 @@ def at_ranks(slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
     return RotaryIndex(RotaryBranch(query_ranks.clamp(min=0), keys))
 
 
+def _of_one_column(rule: ReadRule, slots: SlotPositions, queries: QueryPositions, places: int) -> RotaryIndex:
+    """One branch for all rows, at any places below `places`."""
+    order = kernels.argsort_positions(slots) if rule.is_ranked else None
+    return RotaryIndex(rule.branch(slots, queries, order, places))
+
+
 def rebased(q: RotaryQueries, k: RotaryKeys, window: int) -> RotaryBranch:
     """Positions counted from the oldest key that any query reaches within `window`."""
     # Padding queries stand at 0 and would pull the base down, but never below a real one minus the chunk.
@@ -152,7 +162,7 @@ class Windowed(PositionMode):
 
     def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
         """For queries of one column, in rows of any length."""
-        return self._of_one_column(slots, queries, int(slots.max()) + 1)
+        return _of_one_column(self.rule(), slots, queries, int(slots.max()) + 1)
 
     def bound(self, end: int, occupancy: int, tokens: int) -> int:
         if end <= self.trained_length:
@@ -161,6 +171,10 @@ class Windowed(PositionMode):
 
     def stands_until(self) -> int:
         return self.trained_length
+
+    def rule(self) -> ReadRule:
+        ranked_from = self.trained_length if self.is_bounded else MAX_NUMBER
+        return ReadRule(ranked_from, near=self.near, trained=self.trained_length)
 
     def keeps_places(self, end: int, occupancy: int) -> bool:
         return self.label(end, occupancy) in ("original", "compact")
@@ -176,7 +190,7 @@ class Windowed(PositionMode):
         places = occupancy if self.is_bounded else step.end
         if step.positions.shape[1] == 1:
             trained = self.trained_length
-            return [Reading(self._of_one_column(slots, step.positions, places), trained, trained)]
+            return [Reading(_of_one_column(self.rule(), slots, step.positions, places), trained, trained)]
         return list(self._of_columns(slots, step, places))
 
     def reading_at(self, slots: SlotPlaces, queries: Places) -> Reading:
@@ -187,40 +201,12 @@ class Windowed(PositionMode):
             )
         return Reading(as_they_stand(slots.at, queries.at), queries.end, queries.end)
 
-    def reach(self, group: int) -> int:
-        """Places of a text that `group` brings below the trained length."""
-        return group * (self.trained_length - self.near + self.near // group)
-
-    def groups(self, places: int) -> list[int]:
-        """All groups that a query may need where no place is `places` or more."""
-        groups = [1]
-        while self.reach(groups[-1]) < places:
-            groups.append(2 * groups[-1])
-        return groups
-
     def label(self, end: int, occupancy: int) -> str:
         """The explicit mode by which the newest token of a text up to `end` reads `occupancy` tokens."""
         if end <= self.trained_length:
             return "original"
-        group = self.groups(occupancy if self.is_bounded else end)[-1]
+        group = self.rule().groups(occupancy if self.is_bounded else end)[-1]
         return "compact" if group == 1 else f"self_extend({group}, {self.near})"
-
-    def _of_one_column(self, slots: SlotPositions, queries: QueryPositions, places: int) -> RotaryIndex:
-        """One branch for all rows, at any places. Never waits for the device."""
-        at, keys_at = per_rank(queries, slots), slots.clamp(min=0)
-        q, k = at, keys_at
-        if self.is_bounded:
-            ranks = at_ranks(slots, queries).near
-            is_inside = (queries < self.trained_length)[:, None]
-            q, k = at.where(is_inside, ranks.queries), keys_at.where(is_inside, ranks.keys)
-        most = q.amax(1, keepdim=True)
-        group = torch.ones_like(most)
-        for each in self.groups(places)[:-1]:
-            group = torch.where(most >= self.reach(each), 2 * each, group)
-        far_q = q // group + self.near - self.near // group
-        keys = torch.where(at - keys_at < self.near, far_q - (q - k), k // group)
-        last = self.trained_length - 1
-        return RotaryIndex(RotaryBranch(far_q.clamp(max=last), keys.clamp(0, last)))
 
     def _of_columns(self, slots: SlotPositions, step: Step, places: int) -> Iterator[Reading]:
         """A reading for all queries of one group, of the columns that have any."""
@@ -234,9 +220,9 @@ class Windowed(PositionMode):
         if self.is_bounded:
             ranks = at_ranks(slots, queries).near
             q, k = ranks.queries, ranks.keys
-        most, least = q.amax(1), 0
-        for group in self.groups(places):
-            reach = self.reach(group)
+        most, least, rule = q.amax(1), 0, self.rule()
+        for group in rule.groups(places):
+            reach = rule.reach(group)
             start, stop = (trained, step.end) if self.is_bounded else (max(least, trained), reach)
             columns = _columns(step, start, stop)
             if columns is not None:
@@ -297,6 +283,9 @@ class Original(PositionMode):
     def stands_until(self) -> int:
         return MAX_NUMBER
 
+    def rule(self) -> ReadRule:
+        return ReadRule()
+
     def keeps_places(self, end: int, occupancy: int) -> bool:
         return True
 
@@ -321,6 +310,9 @@ class Compact(PositionMode):
 
     def bound(self, end: int, occupancy: int, tokens: int) -> int:
         return occupancy
+
+    def rule(self) -> ReadRule:
+        return ReadRule(ranked_from=0)
 
     def keeps_places(self, end: int, occupancy: int) -> bool:
         return True
@@ -348,17 +340,17 @@ class SelfExtend(PositionMode):
         check_range("window", self.window)
 
     def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
+        if queries.shape[1] == 1:
+            return _of_one_column(self.rule(), slots, queries, 0)
         q, k = per_rank(queries, slots), slots.clamp(min=0)
         far_q = q // self.group + self.window - self.window // self.group
-        far_k = k // self.group
-        if queries.shape[1] == 1:
-            distance = (q - k).clamp(min=0)  # a padding query stands at 0, before its keys
-            keys = torch.where(distance < self.window, far_q - distance, far_k)
-            return RotaryIndex(RotaryBranch(far_q, keys.clamp(min=0)))
-        return RotaryIndex(rebased(q, k, self.window), RotaryBranch(far_q, far_k), self.window)
+        return RotaryIndex(rebased(q, k, self.window), RotaryBranch(far_q, k // self.group), self.window)
 
     def bound(self, end: int, occupancy: int, tokens: int) -> int:
         return max(end // self.group + self.window, self.window + tokens) + 1
+
+    def rule(self) -> ReadRule:
+        return ReadRule(group=self.group, near=self.window)
 
 
 @dataclass(frozen=True)
@@ -376,14 +368,17 @@ class Clamp(PositionMode):
         check_range("limit", self.limit)
 
     def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
-        q, k = per_rank(queries, slots), slots.clamp(min=0)
-        far_q = torch.full_like(q, self.limit)
         if queries.shape[1] == 1:
-            return RotaryIndex(RotaryBranch(far_q, (far_q - (q - k)).clamp(0, self.limit)))
-        return RotaryIndex(rebased(q, k, self.limit), RotaryBranch(far_q, torch.zeros_like(k)), self.limit)
+            return _of_one_column(self.rule(), slots, queries, 0)
+        q, k = per_rank(queries, slots), slots.clamp(min=0)
+        far = RotaryBranch(torch.full_like(q, self.limit), torch.zeros_like(k))
+        return RotaryIndex(rebased(q, k, self.limit), far, self.limit)
 
     def bound(self, end: int, occupancy: int, tokens: int) -> int:
         return self.limit + tokens + 1
+
+    def rule(self) -> ReadRule:
+        return ReadRule(limit=self.limit)
 
 
 @dataclass(frozen=True)

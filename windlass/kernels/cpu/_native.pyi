@@ -66,6 +66,7 @@ class Decode:
         keys: PackedStates,
         values: PackedStates,
         tables: tuple[int, int, int, bool],
+        rule: tuple[int, int, int, int, int],
         scale: float,
         softcap: float,
         visibility: tuple[int, int, int, int],

@@ -19,13 +19,13 @@ class Decode {
   public:
     // Both calls are complete except for the fields of a step. `retain.ranking` is unset where `is_retaining` is false,
     // and there is no recall store where `recall` has no pieces.
-    Decode(const Attend &call, const Retain &retain, bool is_retaining, Recall recall, const Kernels &kernels)
+    Decode(const Attend &call, const ReadRule &rule, const Retain &retain, bool is_retaining, Recall recall, const Kernels &kernels)
         : call(call),
           retain(retain),
           is_retaining(is_retaining),
           store(std::move(recall)),
           kernels(kernels),
-          query_positions(std::size_t(call.batch) * call.kv_heads),
+          reads(rule, std::size_t(call.batch) * call.kv_heads),
           codes(std::size_t(call.batch) * call.kv_heads * std::max(call.keys.row_bytes, call.values.row_bytes)),
           scales(std::size_t(call.batch) * call.kv_heads * std::max(call.keys.slot_scales(), call.values.slot_scales())),
           free(std::size_t(call.batch) * call.score_heads * store.count * RECALL_PAGE),
@@ -91,13 +91,10 @@ class Decode {
         Attend now = call;
         now.slot_positions = slot_positions;
         if (given.starts) recall(given, now, rest, scratch, threads);
-        if (call.pairs) {  // free slots are read nowhere, but have a row of the table
+        if (call.pairs) {
             auto *keys = reinterpret_cast<std::int32_t *>(rest + key_positions(given));
-            for (int row = 0; row < now.batch * now.score_heads; ++row) {
-                query_positions[row] = std::max<std::int64_t>(given.positions[row / now.score_heads], 0);
-                for (std::int64_t i = row * slots; i < (row + 1) * slots; ++i) keys[i] = std::max(now.slot_positions[i], 0);
-            }
-            now.near = {query_positions.data(), keys};
+            reads.find(given.positions, now.batch, now.score_heads, now.slots, now.slot_positions, keys);
+            now.near = {reads.queries(), keys};
         }
         rest += 2 * key_positions(given);
         now.queries = given.queries;
@@ -122,7 +119,7 @@ class Decode {
     bool is_retaining;
     Recall store;
     const Kernels &kernels;
-    std::vector<std::int64_t> query_positions;
+    ReadPositions reads;
     std::vector<std::uint8_t> codes;    // of new keys, and then of new values
     std::vector<std::uint16_t> scales;  // as well
     std::vector<std::int64_t> free;

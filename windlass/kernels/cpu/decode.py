@@ -23,6 +23,7 @@ from windlass.core.inputs import (
     Retention,
     TokenInput,
 )
+from windlass.core.positions import ReadRule
 from windlass.core.types import (
     AttendedTokens,
     Hidden,
@@ -86,6 +87,7 @@ class Decode:
             state_arguments(slots.keys, means[0]),
             state_arguments(slots.values, means[1]),
             steady_arguments(slots.tables, _native.is_steady),
+            _rule(slots.rule),
             slots.scale,
             slots.softcap or 0.0,
             visibility_arguments(slots.visibility),
@@ -143,6 +145,11 @@ def _new(states: Tensor) -> tuple[int, int, int]:
     """`NewStates` of `_native.pyi`."""
     row, head = states.stride()[:2]
     return states.data_ptr(), row * states.itemsize, head * states.itemsize
+
+
+def _rule(rule: ReadRule) -> tuple[int, int, int, int, int]:
+    """`ReadRule` of `read_positions.hpp`."""
+    return rule.ranked_from, rule.group, rule.near, -1 if rule.limit is None else rule.limit, rule.trained or 0
 
 
 def _retention(retention: Retention) -> tuple[int, int, float, int, bool, int, int, int]:

@@ -315,14 +315,16 @@ NB_MODULE(_native, module) {
     nb::class_<Decode>(module, "Decode")
         .def("__init__",
              [](Decode *self, std::tuple<int, int, int, int, int, int> sizes, int format, int float_format,
-                PackedArguments keys, PackedArguments values, std::tuple<Address, Address, int, bool> tables, float scale,
-                float softcap, std::tuple<int, int, int, int> visibility, std::optional<RetainArguments> retention,
+                PackedArguments keys, PackedArguments values, std::tuple<Address, Address, int, bool> tables,
+                std::tuple<int, int, int, int, int> rule, float scale, float softcap, std::tuple<int, int, int, int> visibility,
+                std::optional<RetainArguments> retention,
                 const std::optional<RecallArguments> &recall, const std::string &instruction_set) {
                  const Attend call = attend_call(sizes, format, float_format, keys, values, 0, tables, scale, softcap,
                                                  visibility);
                  const Retain retain = retain_call(call, retention.value_or(RetainArguments{}));
-                 new (self) Decode(call, retain, retention.has_value(), recall ? recall_store(*recall) : Recall{},
-                                   kernels_of(instruction_set));
+                 const auto [ranked_from, group, near, limit, trained] = rule;
+                 new (self) Decode(call, {ranked_from, group, near, limit, trained}, retain, retention.has_value(),
+                                   recall ? recall_store(*recall) : Recall{}, kernels_of(instruction_set));
              })
         .def("step", &decode);
     module.def("rotate", &rotate, "sizes"_a, "format"_a, "float_format"_a, "states"_a, "positions"_a,

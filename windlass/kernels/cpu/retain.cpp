@@ -111,7 +111,7 @@ class Row {
     // The state of each slot that holds a token, pooled over its neighbours in the text.
     void pool(int held) const {
         TextOrder &order = call.orders[index];
-        sort(order, held);
+        order.update(positions, slots);
         const std::int32_t window = clamped(end() - call.window);
         for (int i = 0; i < held; ++i) {
             const int slot = order[i];
@@ -126,30 +126,6 @@ class Row {
                 value = call.ranking.is_mean ? value + pooled[j] : std::max(value, pooled[j]);
             scores[order[i]] = call.ranking.is_mean ? value / float(call.ranking.pool) : value;
         }
-    }
-
-    bool is_before(int one, int other) const {
-        return positions[one] != positions[other] ? positions[one] < positions[other] : one < other;
-    }
-
-    // Lets `order` be the `held` slots with tokens in the order of the text. Where it was so at the last step, only
-    // one token has come, behind all others, and few have gone.
-    void sort(TextOrder &order, int held) const {
-        int count = 0, newest = 0;
-        bool is_sorted = true;
-        for (int i = 0; i < slots; ++i) newest = positions[i] > positions[newest] ? i : newest;
-        for (const int slot : order) {
-            if (slot >= slots || positions[slot] < 0) continue;
-            is_sorted &= count == 0 || is_before(order[count - 1], slot);
-            order[count++] = slot;
-        }
-        order.resize(count);
-        if (is_sorted && count == held - 1 && (count == 0 || is_before(order.back(), newest))) order.push_back(newest);
-        if (is_sorted && int(order.size()) == held) return;
-        order.clear();
-        for (int i = 0; i < slots; ++i)
-            if (positions[i] >= 0) order.push_back(i);
-        std::sort(order.begin(), order.end(), [this](int one, int other) { return is_before(one, other); });
     }
 };
 

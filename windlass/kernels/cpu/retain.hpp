@@ -2,7 +2,8 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+
+#include "read_positions.hpp"
 
 namespace windlass {
 
@@ -17,9 +18,6 @@ struct Ranking {
     int pool;
     bool is_mean;
 };
-
-// The slots of each row in the order of their text as they were at the last step: a guess at that of the next.
-using TextOrder = std::vector<std::int32_t>;
 
 struct Retain {
     int batch, kv_heads, score_heads, slots;
