@@ -29,6 +29,7 @@ namespace {
 #include "online_softmax.hpp"
 #include "rotate.hpp"
 #include "narrow.hpp"
+#include "value_digits.hpp"
 #include "mean_key_cosine.hpp"
 #include "encode.hpp"
 
@@ -483,11 +484,11 @@ class Kernel {
 #if defined(__AVX512BF16__)
         if constexpr (F == Format::bfloat16 || F == Format::int8)
             if (has_narrow_values()) {
-                const PackedStates &keys = call.keys;
+                if (F == Format::int8 && packed.channels % 64 == 0)
+                    return add_narrow_bytes(place, count, mask, shared, ahead, buffers, states);
                 const NarrowValues values{packed.data + place * packed.row_bytes, packed.row_bytes, packed.first,
                                           packed.held, count, mask.is_seen};
-                const Ahead next{keys.data + (std::ptrdiff_t(place) + ahead) * keys.row_bytes, keys.row_bytes};
-                return add_all_narrow<F>(buffers.near, shared, values, packed.channels, next, states + MAX_LANES,
+                return add_all_narrow<F>(buffers.near, shared, values, packed.channels, next_keys(place, ahead), states + MAX_LANES,
                                          sizes.partial_width);
             }
 #endif
@@ -499,10 +500,10 @@ class Kernel {
     // As `add_groups`, two groups of 32 channels at a time.
     void add_narrow_groups(std::size_t place, int count, const BlockMask &mask, int shared, std::ptrdiff_t ahead,
                            ThreadBuffers buffers, float *states) {
-        const PackedStates &packed = call.values, &keys = call.keys;
+        const PackedStates &packed = call.values;
         const int groups = packed.held / 32;
         const std::uint16_t *scales = packed.scales + place * packed.slot_scales();
-        Ahead next{keys.data + (std::ptrdiff_t(place) + ahead) * keys.row_bytes, keys.row_bytes};
+        Ahead next = next_keys(place, ahead);
         GroupWeights weights;
         for (int group = 0; group < groups / 2; ++group) {
             const BlockPairs low(scales, groups, group, count), high(scales, groups, group + groups / 2, count);
@@ -524,6 +525,25 @@ class Kernel {
                 if (some == 1) add(std::integral_constant<int, 1>{});
             }
         }
+    }
+    // Values of int8, whose weights have their scales already.
+    void add_narrow_bytes(std::size_t place, int count, const BlockMask &mask, int shared, std::ptrdiff_t ahead,
+                          ThreadBuffers buffers, float *states) {
+        const PackedStates &packed = call.values;
+        Ahead next = next_keys(place, ahead);
+        in_threes(shared, [&](int first, auto queries) {
+            const float *own[3];
+            for (int q = 0; q < 3; ++q) own[q] = buffers.near + (first + std::min<int>(q, queries.value - 1)) * BLOCK;
+            const WeightDigits weights[3] = {{own[0], nullptr}, {own[1], nullptr}, {own[2], nullptr}};
+            for (int i = 0; i < packed.channels; i += 64, next.row_bytes = 0) {
+                const CodedValues values{packed.data + place * packed.row_bytes + packed.first + i, packed.row_bytes, count, mask.is_seen};
+                add_bytes<queries.value>(weights, values, next, states + MAX_LANES + first * sizes.partial_width + i, sizes.partial_width);
+            }
+        });
+    }
+    // Keys that are read after the values of a block.
+    Ahead next_keys(std::size_t place, std::ptrdiff_t ahead) const {
+        return {call.keys.data + (std::ptrdiff_t(place) + ahead) * std::ptrdiff_t(call.keys.row_bytes), call.keys.row_bytes};
     }
 #endif
 

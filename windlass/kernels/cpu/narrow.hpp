@@ -149,8 +149,17 @@ struct TurnedKeys {
         if (F != Format::bfloat16) moved.scales += key * SCALES;
         return moved;
     }
+    // Calls `use` with the 32 numbers of a key from each channel on, rounded to bfloat16.
     template <class Use>
     [[gnu::always_inline]] void each(int key, Use use) const {
+        each_wide(key, [&](int i, Floats a, Floats b) __attribute__((always_inline)) { use(i, rounded(a, b)); });
+        if constexpr (!WIDTH)
+            for (int i = 2 * pairs(); i < width(); i += 32)
+                use(i, once(_mm512_loadu_si512(rows + key * some_row_bytes + 2 * i)));
+    }
+    // Calls `use` with the numbers of a key from each channel on, those that are rotated: 16, and the 16 behind them.
+    template <class Use>
+    [[gnu::always_inline]] void each_wide(int key, Use use) const {
         const std::uint8_t *row = rows + key * (WIDTH ? ROW_BYTES : some_row_bytes);
         const float *table = tables + key * 2 * pairs();
         const auto slot = [&] {
@@ -171,11 +180,9 @@ struct TurnedKeys {
             } else {
                 x[0] = slot.lanes(i), x[1] = slot.lanes(i + 16), y[0] = slot.lanes(pairs() + i), y[1] = slot.lanes(pairs() + i + 16);
             }
-            use(i, rounded(x[0] * c[0] - y[0] * s[0], x[1] * c[1] - y[1] * s[1]));
-            use(pairs() + i, rounded(y[0] * c[0] + x[0] * s[0], y[1] * c[1] + x[1] * s[1]));
+            use(i, x[0] * c[0] - y[0] * s[0], x[1] * c[1] - y[1] * s[1]);
+            use(pairs() + i, y[0] * c[0] + x[0] * s[0], y[1] * c[1] + x[1] * s[1]);
         }
-        if constexpr (!WIDTH)
-            for (int i = 2 * pairs(); i < width(); i += 32) use(i, once(_mm512_loadu_si512(row + 2 * i)));
     }
 };
 
@@ -227,10 +234,15 @@ template <int QUERIES, int KEYS, class Of>
     }
 }
 
-// Products of QUERIES queries, `stride` apart, with `count` keys, a multiple of 16. Query q's are at out + q * BLOCK.
-template <int QUERIES, class Keys>
+// Products of QUERIES queries, `stride` apart, with `count` keys, a multiple of 16. Query q's are at out + q * BLOCK. Only
+// the first REAL of them are multiplied, and the others count as 0.
+template <int QUERIES, int REAL, class Keys>
 void multiply_narrow(const std::uint16_t *queries, std::size_t stride, Keys keys, int count, Next next, float *out) {
     constexpr int KEYS = 16 / QUERIES;
+    constexpr bool IS_WIDE = Keys::IS_TURNED && Keys::STRIDE == 128;  // queries fit into the registers
+    Floats wide[IS_WIDE ? REAL : 1][4];
+    for (int q = 0; IS_WIDE && q < REAL; ++q)
+        for (int v = 0; v < 4; ++v) wide[q][v] = Row<Format::bfloat16>::lanes((const std::uint8_t *)(queries + q * Keys::STRIDE) + 32 * v, 0, 0);
     for (int j = 0; j < count; j += 16) {
         next.values.fetch(j, j + 16);
         next.keys.fetch(j, j + 8);
@@ -239,9 +251,16 @@ void multiply_narrow(const std::uint16_t *queries, std::size_t stride, Keys keys
         for (int part = 0; part < QUERIES; ++part) {
             products[part] = fold_keys<QUERIES, KEYS>(0, [&](int key) __attribute__((always_inline)) {
                 Floats sums[QUERIES] = {};
+                if constexpr (IS_WIDE) {
+                    keys.each_wide(key, [&](int i, Floats a, Floats b) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+                        for (int q = 0; q < REAL; ++q) sums[q] = sums[q] + wide[q][i / 16] * a + wide[q][i / 16 + 1] * b;
+                    });
+                    return fold_queries<QUERIES>(sums);
+                }
                 keys.each(key, [&](int i, __m512i numbers) __attribute__((always_inline)) {
 #pragma GCC unroll 4
-                    for (int q = 0; q < QUERIES; ++q)
+                    for (int q = 0; q < REAL; ++q)
                         sums[q] = dot(sums[q], (__m512bh)_mm512_loadu_si512(queries + q * (Keys::STRIDE ? Keys::STRIDE : stride) + i), (__m512bh)numbers);
                 });
                 return fold_queries<QUERIES>(sums);
@@ -266,12 +285,13 @@ template <class Keys>
 void multiply_all_narrow(const std::uint16_t *queries, std::size_t stride, int queries_count, const Keys &keys, int count,
                          Next next, float *out) {
     int q = 0;
-    for (; q + 3 <= queries_count; q += 4, next = Next{})  // three count as four, of which nobody reads the last
-        multiply_narrow<4>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
+    for (; q + 4 <= queries_count; q += 4, next = Next{})
+        multiply_narrow<4, 4>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
+    if (queries_count - q == 3) return multiply_narrow<4, 3>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
     for (; q + 2 <= queries_count; q += 2, next = Next{})
-        multiply_narrow<2>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
+        multiply_narrow<2, 2>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
     for (; q < queries_count; ++q, next = Next{})
-        multiply_narrow<1>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
+        multiply_narrow<1, 1>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
 }
 // Keys in rows that lie one after the other, their width known where it is a usual one, and queries are as wide.
 template <class Use>

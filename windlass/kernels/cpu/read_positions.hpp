@@ -104,6 +104,10 @@ class ReadPositions {
         const std::int32_t own = std::int32_t(query), near = rule.near, last = rule.trained ? rule.trained - 1 : INT32_MAX;
         const std::int32_t far = rule.limit >= 0 ? rule.limit : steps.of(own) + (near - steps.of(near));
         query = std::min(far, last);
+        if (rule.limit < 0 && steps.group == 1) {  // each token at its place
+            for (int i = 0; i < slots; ++i) keys[i] = std::clamp(places[i], 0, last);
+            return;
+        }
         for (int i = 0; i < slots; ++i) {
             const std::int32_t place = std::max(places[i], 0), distance = at - std::max(positions[i], 0);
             const std::int32_t key = distance < near ? far - std::max(own - place, 0) : steps.of(place);
