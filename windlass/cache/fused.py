@@ -245,13 +245,12 @@ class FusedDecode:
 
     def forget(self) -> None:
         """Make all steps so far permanent, and free the slots that they reserve."""
-        state, histories = self._state, list[History]()
-        for number, layer in enumerate(self._layers):
-            histories.append(state.starting[number].forgotten(0, 0, layer.table.positions))
-            for log in state.logs:
-                if self._is_over(number, log):
-                    evicted, positions = self._steps.evicted(log.memory, number)
-                    free_reserved(layer.table.positions, evicted, positions)
+        state = self._state
+        histories = list(state.starting)
+        if state.has_older:
+            pairs = zip(state.starting, self._layers, strict=True)
+            histories = [history.forgotten(0, 0, layer.table.positions) for history, layer in pairs]
+        self._steps.free([log.memory for log in state.logs])
         self._go_on(histories)
 
     def settle(self) -> None:

@@ -412,6 +412,10 @@ class DecoderSteps:
         """Undo the latest step, which was given these."""
         self._native.take_back(_token_arguments(token, 0), memory.addresses, _released(released))
 
+    def free(self, released: Sequence[StepMemory]) -> None:
+        """Free the slots that these steps evicted."""
+        self._native.free(_released(released))
+
     def written(self, memory: StepMemory, layer: int) -> SlotIndex:
         """The slots that a step wrote in a layer."""
         return self._part(memory.written, layer)

@@ -230,6 +230,13 @@ class DecoderSteps {
         --count;
     }
 
+    void free(const Released &released) const {
+        for (const Layer &layer : layers)
+            for (const auto &[slots, stood] : released)
+                for (std::int64_t row = 0; row < layer.rows; ++row)
+                    if (stood[layer.at + row] >= 0) layer.positions[row * layer.slots + slots[layer.at + row]] = EMPTY;
+    }
+
     std::int64_t count = 0;  // steps that were taken, and not taken back
 
   private:
@@ -368,5 +375,6 @@ void windlass::bind_linear(nb::module_ &module) {
              [](DecoderSteps &self, const GivenArguments &given, const UndoArguments &undo, const ReleasedArguments &released) {
                  self.take_back(given_of(given), undo_of(undo), released_of(released));
              })
+        .def("free", [](const DecoderSteps &self, const ReleasedArguments &released) { self.free(released_of(released)); })
         .def_ro("count", &DecoderSteps::count);
 }
