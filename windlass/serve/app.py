@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from windlass.engine.prefix_cache import EntrySelector
+from windlass.engine.prefix_entry import EntrySelector
 from windlass.engine.request import Grammar, owner_of
 from windlass.engine.scheduler import Service
 from windlass.serve.chat import AnswerDocuments, AnswerHeader, ChatDocuments, CompletionDocuments, PartialText

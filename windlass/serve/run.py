@@ -24,8 +24,8 @@ from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.files import check_folder
 from windlass.engine.admission import check_kinds
+from windlass.engine.disk import DiskTier, salt_of
 from windlass.engine.prefill import end_of_text
-from windlass.engine.prefix_cache import DiskTier, salt_of
 from windlass.engine.request import PREFIX, EngineLimits, ReuseMode
 from windlass.engine.row_bytes import replace_batch
 from windlass.engine.scheduler import Scheduler, Service, Watcher
