@@ -117,7 +117,7 @@ class Fuzz:
         return is_new and sum(key[0][0] == tenant[0] for key in self._lists) >= LIMITS.sessions
 
     def _busy(self, tenant: str, name: str) -> tuple[Any, Any]:
-        """What others get while a turn is under way."""
+        """The outcome of other calls while a turn is under way."""
         if self._is_full(tenant, name):
             return "", ""
         begun, is_held = self._sessions.begin(tenant, name), (tenant, name) in self._lists

@@ -48,7 +48,7 @@ def respond(port: int, **fields: Any) -> Any:
 
 
 def test_a_response_is_a_branch_point(served: Served, client: openai.OpenAI) -> None:
-    first = client.responses.create(model=NAME, input="Time?", instructions="Be short.")
+    first: Any = client.responses.create(model=NAME, input="Time?", instructions="Be short.")
     assert (first.store, first.previous_response_id) == (True, None)
     for text in ("Sure?", "Really?"):
         second = client.responses.create(model=NAME, input=text, previous_response_id=first.id)

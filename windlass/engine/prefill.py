@@ -267,7 +267,7 @@ class Reader(PromptReader):
             self.passes += (stop,)
         self.done += len(piece)
         self.cache.forget_steps()  # a server rolls nothing back
-        if self._snapshots.packs:
+        if self._snapshots.packs and self.done > holds_all(self.cache):  # else tokens lie in their order
             pack(self.cache)
         if is_last:
             self.logits = logits[0, -1]
