@@ -140,6 +140,20 @@ def test_each_key_and_user_has_its_own(tmp_path: Path) -> None:
         assert read_by(server).count("It is late.") == 2
 
 
+def test_a_deep_document_is_read_again(tmp_path: Path) -> None:
+    """A body may be nested 64 deep, and the document that repeats it is deeper."""
+    deep: Any = "x"
+    for _ in range(62):
+        deep = {"a": deep}
+    given: dict[str, Any] = {"folder": tmp_path, "salt": b"s" * 32}
+    with serving(ScriptedService(says("It is late.")), **given) as server:
+        first = respond(server.port, metadata={"a": deep})
+        second = respond(server.port, previous_response_id=first["id"])
+    with serving(ScriptedService(says("It is late.")), **given) as server:
+        assert ask(server.port, f"{PATH}/{first['id']}").document == first
+        assert ask(server.port, f"{PATH}/{second['id']}").document == second
+
+
 def test_the_conversation_used_least_recently_leaves(tmp_path: Path) -> None:
     limits = SessionLimits(responses=4)
     with serving(ScriptedService(says("It is late.")), folder=tmp_path, salt=b"s" * 32, sessions=limits) as server:

@@ -303,6 +303,16 @@ def test_a_damaged_log_is_told_and_kept(tmp_path: Path, caplog: pytest.LogCaptur
     assert "was renamed to .damaged" in caplog.text
 
 
+def test_an_answer_that_cannot_be_sent_again_is_not_kept(served: Served) -> None:
+    """More calls than a message may have."""
+    turn(served.port, "Time?")
+    served.service.script = says('<tool_call>{"name": "clock", "arguments": {}}</tool_call>\n' * 129)
+    answer = turn(served.port, "Sure?", tools=[CLOCK], max_tokens=20_000)
+    assert (answer.status, answer.document["error"]["code"]) == (400, "not_kept")
+    assert "tool_calls" in answer.document["error"]["message"]
+    assert messages(served.port) == [USER, LATE]
+
+
 def test_replicas_remember_nothing() -> None:
     limits = SessionLimits(sessions=0, responses=0)
     with serving(ScriptedService(says("It is late.")), sessions=limits) as server:

@@ -41,12 +41,10 @@ from windlass.serve.prompts import (
     as_sent,
     check_conversation,
     conversation,
-    of_message,
 )
 from windlass.serve.requests import LEGACY_MAX_TOKENS, GenerationRequest, RequestBuilder
 from windlass.serve.responses import ResponseDocuments, ResponsesRequest
 from windlass.serve.schema import (
-    AssistantMessage,
     CacheQuery,
     ChatRequest,
     CompletionRequest,
@@ -374,7 +372,7 @@ def caller(http: HttpRequest, user: str) -> str:
 
 def answer_of(written: PartialText) -> dict[str, Any]:
     """An answer as a client sends it back."""
-    return as_sent(of_message(AssistantMessage.model_validate(message_of(written))))
+    return {name: value for name, value in message_of(written).items() if value is not None}
 
 
 class JsonRoute(APIRoute):

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, final
 from pydantic import Field, TypeAdapter, ValidationError
 
 from windlass.engine.request import owner_of
-from windlass.serve.errors import ApiError, BadField, SessionLimits, from_json, to_json
+from windlass.serve.errors import ApiError, BadField, SessionLimits, to_json
 from windlass.serve.prompts import conversation
 from windlass.serve.schema import Body, Label, Message, Messages, Name, Object
 
@@ -130,7 +130,7 @@ class Log:
             try:
                 if not line.endswith(b"\n"):
                     raise ValueError
-                found.append(from_json(line))
+                found.append(json.loads(line))
             except ValueError:
                 if number < len(lines) or not found:
                     raise DamagedLog(f"line {number} is no JSON") from None
@@ -195,6 +195,16 @@ def _read_logs(folder: Path | None, kind: str, line: type[Line]) -> Iterator[tup
         except (DamagedLog, ValidationError, ValueError) as error:
             LOG.warning("%s is damaged, and was renamed to %s: %s", path.name, DAMAGED, type(error).__name__)
             path.rename(path.with_suffix(DAMAGED))
+
+
+def _check_turn(messages: Sequence[Sent]) -> None:
+    """Raises: ApiError for messages that no client could send again, as an answer with too many calls."""
+    try:
+        ALL_MESSAGES.validate_python(messages)
+    except ValidationError as error:
+        where = ".".join(map(str, error.errors()[0]["loc"]))
+        told = f"the turn is not kept, as its messages could not be sent again: {where}. Ask for a shorter answer"
+        raise ApiError(400, told, SESSION, "not_kept") from None
 
 
 def _unwritten(error: OSError, param: str) -> ApiError:
@@ -327,6 +337,7 @@ class Sessions:
                 del self._busy[key]
 
     def _keep(self, key: Key, messages: Sequence[Sent], _: dict[str, Any]) -> None:
+        _check_turn(messages)
         with self._lock:
             if key in self._held:
                 self._append(self._held[key], {"messages": messages})
@@ -473,6 +484,7 @@ class Responses:
         messages: Sequence[Sent],
         document: dict[str, Any],
     ) -> None:
+        _check_turn(messages)
         number = document["id"]
         with self._lock:
             parent = None if previous is None else self._held.get(previous)
