@@ -9,8 +9,7 @@ from transformers import PreTrainedModel
 from gpu.part import Part, Work
 from windlass import KVCache, Sampling, attach
 from windlass.cache.options import CacheOptions
-from windlass.engine.decode import Decoder, graph_for
-from windlass.engine.sampler import Sampler
+from windlass.engine.decode import Decoder, Sampler, graph_for
 from windlass.evals.speed.measure import fill
 from windlass.evals.speed.rows import SHAPES, random_model
 from windlass.hf.forward import layer_shapes

@@ -19,9 +19,8 @@ from windlass import KVCache, UsageError
 from windlass.cache.layer import SlotLayer
 from windlass.cache.merging import MergePlan
 from windlass.core.step import Pass
-from windlass.engine.decode import Decoder
+from windlass.engine.decode import Decoder, Sampler
 from windlass.engine.generate import prefill
-from windlass.engine.sampler import Sampler
 from windlass.engine.sampling import Sampling
 from windlass.hf.forward import forward
 from windlass.policies import H2O, KeyDiff, Recent, SnapKV

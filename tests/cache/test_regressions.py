@@ -13,7 +13,7 @@ from tests.helpers.models import Models, Text, masked, read
 from windlass import KVCache, Sampling, UsageError
 from windlass.cache.layer import SlotLayer
 from windlass.cache.options import CacheOptions
-from windlass.engine.sampler import Sampler
+from windlass.engine.decode import Sampler
 from windlass.policies import H2O, KeyDiff, Policy, Random, Recent, Slots
 from windlass.stores.formats import Plain
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import windlass
+from tests.helpers.conversations import LOOSE, PLENTY, WIDE, Conversation, chat
 from tests.helpers.hybrids import bound
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import (
@@ -23,63 +24,17 @@ from tests.helpers.schedulers import (
 )
 from windlass import KVCache
 from windlass.cache.edits import holds_all
-from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
-from windlass.core.step import PROMPT
 from windlass.engine import prefill
-from windlass.engine.prefix_cache import EntrySelector, key_of
+from windlass.engine.prefix_cache import key_of
+from windlass.engine.prefix_entry import EntrySelector
 from windlass.engine.request import EXACT, PREFIX, EngineLimits, Failure, Finish, Piece, Reuse
 from windlass.engine.row_bytes import RowBytes
-from windlass.engine.scheduler import Scheduler
-
-WIDE, PLENTY = 400, 1 << 28  # a budget above all tokens of a conversation, and memory for any
-LOOSE = Reuse(mode=PREFIX)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(MODEL)
-
-
-class Conversation:
-    """Turns of one conversation with an engine. `fed` are the tokens that it has read of prompts, turn by turn."""
-
-    def __init__(self, engine: Scheduler, options: CacheOptions, **given: Any) -> None:
-        self._engine, self._given = engine, {"reuse": LOOSE, **given, "options": options}
-        self.ids: list[int] = []
-        self.ends: list[int] = []
-        self.usages = list[Any]()
-
-    def turn(self, new: list[int], count: int = 7) -> list[int]:
-        """Say something. Returns the answer, whose tokens then belong to the conversation."""
-        self.ids += new
-        self.ends.append(len(self.ids))
-        events = events_of(self._engine.submit(request_of(self.ids, count, ends=tuple(self.ends[:-1]), **self._given)))
-        assert isinstance(events[-1], Finish), events[-1]
-        self.usages.append(events[-1].usage)
-        answer = [each.token for each in events if isinstance(each, Piece)]
-        self.ids += answer
-        return answer
-
-
-def chat(model: PreTrainedModel, options: CacheOptions, turns: list[list[int]], count: int = 7) -> list[list[int]]:
-    """The answers of one cache that lives through a whole conversation, read in the passes of an engine."""
-    cache, ids, ends, found = KVCache.from_options(model, options), list[int](), list[int](), list[list[int]]()
-    if options.sinks == "system":
-        cache.set_sinks(0)
-    for new in turns:
-        ids += new
-        passes, answer = request_of(ids, options=options, ends=tuple(ends)).pass_ends, list[int]()
-        ends.append(len(ids))
-        for stop in passes:
-            if (done := cache.tokens_seen[0]) < stop:
-                logits = prefill.feed(model, cache, [ids[done:stop]], [stop - done - 1], PROMPT)[0, -1]
-        while len(answer) < count - 1:
-            answer.append(int(logits.argmax()))
-            logits = prefill.feed_tokens(model, cache, {0: answer[-1]})[0]
-        found.append([*answer, int(logits.argmax())])
-        ids += found[-1]
-    return found
 
 
 @contextmanager

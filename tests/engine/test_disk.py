@@ -13,8 +13,10 @@ from tests.helpers.models import Models, Text
 from tests.helpers.schedulers import options_of, request_of, rows_of, wait_for
 from windlass import KVCache, UsageError
 from windlass.core.errors import PromptCacheError
+from windlass.engine.disk import LOCK, NAME, SALT, DiskTier, salt_of
 from windlass.engine.prefill import Reader
-from windlass.engine.prefix_cache import LOCK, NAME, SALT, DiskTier, EntrySelector, PrefixCache, Snapshots, salt_of
+from windlass.engine.prefix_cache import PrefixCache, Snapshots
+from windlass.engine.prefix_entry import EntrySelector
 from windlass.engine.request import Reuse
 
 PLENTY = 1 << 30
@@ -116,7 +118,7 @@ def test_the_limit_holds_while_files_are_written(model: PreTrainedModel, text: T
 
         def watched(kept: Any) -> None:
             real(kept)
-            most.append(sum(path.stat().st_size for path in files(tmp_path)))
+            most.append(sum(path.stat().st_size for path in (*files(tmp_path), *tmp_path.glob("*.json"))))
             assert disk.bytes == most[-1]
 
         disk._write = watched  # type: ignore[method-assign]
@@ -171,6 +173,7 @@ def test_a_file_under_the_name_of_another_is_not_used(
     with opened(tmp_path, model) as (snapshots, _):
         read(model, ids, snapshots)
     [name] = files(tmp_path)
+    record = name.with_suffix(".json").read_text()
     name.unlink()
     foreign = attached_model("qwen3") if other == "model" else model
     with opened(tmp_path, foreign) as (snapshots, _):
@@ -182,6 +185,7 @@ def test_a_file_under_the_name_of_another_is_not_used(
     [path] = files(tmp_path)
     assert path.name != name.name
     path.rename(name)
+    name.with_suffix(".json").write_text(record)
     with opened(tmp_path, model) as (snapshots, _), caplog.at_level(logging.WARNING):
         assert read(model, ids, snapshots).cached == (52 if other == "tenant" else 0)
     assert ("was deleted" in caplog.text) == (other != "tenant")
@@ -237,9 +241,10 @@ def test_a_folder_has_one_server(model: PreTrainedModel, ids: list[int], tmp_pat
         LOCK,
         SALT,
         "letters.txt",
-        *(each.name for each in files(tmp_path)),
+        *(path.name for each in files(tmp_path) for path in (each, each.with_suffix(".json"))),
     }
-    assert {path.stat().st_mode & 0o777 for path in (tmp_path / SALT, *files(tmp_path))} == {0o600}
+    private = [tmp_path / SALT, *files(tmp_path), *tmp_path.glob("*.json")]
+    assert {path.stat().st_mode & 0o777 for path in private} == {0o600}
     with pytest.raises(UsageError, match="is no folder"):
         DiskTier(tmp_path / "none", PLENTY, model)
     salt = salt_of(tmp_path)

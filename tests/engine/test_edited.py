@@ -22,7 +22,8 @@ from windlass.cache.recall import TOKEN_INDEX
 from windlass.core.errors import UsageError
 from windlass.core.step import PROMPT
 from windlass.engine.prefill import Reader, feed, feed_tokens
-from windlass.engine.prefix_cache import CacheEntry, PrefixCache, Snapshots, key_of
+from windlass.engine.prefix_cache import PrefixCache, Snapshots, key_of
+from windlass.engine.prefix_entry import CacheEntry
 from windlass.engine.recompute import LEAST, Alignment, EditPlan, Match
 from windlass.engine.request import EXACT, PREFIX, Finish, Piece, Reuse, ReuseMode
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import windlass
 from windlass import KVCache, Sampling, UsageError
-from windlass.engine.sampler import DRAWS, Sampler
+from windlass.engine.decode import DRAWS, Sampler
 from windlass.engine.text import Stops, TextStream
 from windlass.policies import H2O, KeyDiff, Policy
 

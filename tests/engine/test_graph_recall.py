@@ -16,8 +16,7 @@ from windlass.cache import recall
 from windlass.cache.recall import RecallMemory, RecallStore, RecallTokens
 from windlass.core.parse import PAGE
 from windlass.engine import generate
-from windlass.engine.decode import CudaGraph, Decoder
-from windlass.engine.sampler import Sampler
+from windlass.engine.decode import CudaGraph, Decoder, Sampler
 from windlass.hf.cpu_decoder import FewTokensLayer
 from windlass.policies import H2O, TOVA, KeyDiff, SnapKV
 from windlass.stores.formats import store_of

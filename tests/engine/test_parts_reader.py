@@ -17,7 +17,8 @@ from tests.helpers.schedulers import events_of, options_of, request_of, running,
 from windlass import KVCache, UsageError, chunks
 from windlass.engine.chunks import PartsReader, part_options
 from windlass.engine.prefill import PromptReader
-from windlass.engine.prefix_cache import CacheEntry, CacheKey, EntrySelector, PrefixCache
+from windlass.engine.prefix_cache import PrefixCache
+from windlass.engine.prefix_entry import CacheEntry, CacheKey, EntrySelector
 from windlass.engine.recompute import recompute_of
 from windlass.engine.request import Failure, Finish, Piece, PromptParts, Request, Reuse
 from windlass.engine.row_bytes import RowBytes
@@ -188,7 +189,7 @@ def empty() -> KVCache:
 
 
 def _of_bytes(size: int) -> CacheEntry:
-    return CacheEntry(CacheKey("part", "", "", ()), (), empty(), size)
+    return CacheEntry(tokens=(), key=CacheKey("part", "", "", ()), cache=empty(), bytes=size)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

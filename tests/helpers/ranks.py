@@ -23,8 +23,7 @@ import windlass
 from tests.helpers.served_ranks import lost, served
 from windlass import KVCache, Sampling
 from windlass.core.errors import WindlassError
-from windlass.engine.decode import Decoder
-from windlass.engine.sampler import Sampler
+from windlass.engine.decode import Decoder, Sampler
 from windlass.hf.weights import fingerprint
 from windlass.testing import tiny_model
 from windlass.testing.models import HYBRIDS, tiny_hybrid

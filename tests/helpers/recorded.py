@@ -8,9 +8,8 @@ from transformers import PreTrainedModel
 
 from tests.helpers.models import Text
 from windlass import KVCache, Sampling
-from windlass.engine.decode import Decoder, Graph
+from windlass.engine.decode import Decoder, Graph, Sampler
 from windlass.engine.generate import prefill
-from windlass.engine.sampler import Sampler
 
 BUDGET, WINDOW, PROMPT, ENDS = 15, 4, 10, (19, 8, 14)  # ends: steps after which a row gets no more tokens
 

@@ -12,7 +12,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from windlass.view.frames import (
+from windlass.view.recording import (
     HEADER,
     MAGIC,
     NOTHING,

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import windlass
 from tests.helpers.models import Text
 from windlass.cache.options import CacheOptions
+from windlass.engine.disk import DiskTier
 from windlass.engine.request import EngineLimits, EngineStatus, Event, Failure, Finish, Piece, Request, Ticket
 from windlass.engine.scheduler import Scheduler
 from windlass.engine.text import Stops
@@ -38,9 +39,10 @@ def running(
     limits: EngineLimits | None = None,
     reuse_bytes: int = 0,
     kinds: list[tuple[int, CacheOptions]] | None = None,
+    disk: DiskTier | None = None,
 ) -> Iterator[Scheduler]:
     """A scheduler whose thread runs until the end of the block."""
-    scheduler = Scheduler(model, tokenizer, kinds or [(rows, options_of())], limits, reuse_bytes)
+    scheduler = Scheduler(model, tokenizer, kinds or [(rows, options_of())], limits, reuse_bytes, disk=disk)
     scheduler.start()
     try:
         yield scheduler

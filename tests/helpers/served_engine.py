@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.helpers.serving import NAME
 from windlass.cache.options import CacheOptions
-from windlass.engine.prefix_cache import DiskTier, salt_of
+from windlass.engine.disk import DiskTier, salt_of
 from windlass.engine.request import EngineLimits
 from windlass.engine.scheduler import Scheduler
 from windlass.serve.app import Server

@@ -25,8 +25,7 @@ from tests.helpers.axes import (
 )
 from tests.helpers.models import Text
 from windlass import KVCache, Sampling
-from windlass.engine.decode import Decoder
-from windlass.engine.sampler import Sampler
+from windlass.engine.decode import Decoder, Sampler
 from windlass.policies import H2O, Policy, Recent
 
 TOLERANCE = 1e-4  # of a standard deviation

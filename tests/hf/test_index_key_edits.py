@@ -11,7 +11,7 @@ from tests.helpers.indexers import INDEX_WIDTH, bound_indexed, plain_indexed
 from tests.helpers.models import Text, logits_at, read
 from windlass import KVCache, UsageError
 from windlass.cache.layer import SlotLayer
-from windlass.hf.indexer import IndexerObservation, indexed_layers
+from windlass.hf.deepseek import IndexerObservation, indexed_layers
 from windlass.hf.recurrent import LayerKinds
 from windlass.policies import Recent
 

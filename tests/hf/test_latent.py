@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 import windlass
 from tests.helpers.models import Models, Text, logits_at, masked, read
 from windlass import KVCache, UnsupportedModel
-from windlass.hf.latent import EXPAND
+from windlass.hf.deepseek import EXPAND
 from windlass.kernels import cpu
 from windlass.policies import NAMES, Recent
 from windlass.testing import VOCABULARY, tiny_model

@@ -1,4 +1,4 @@
-"""`/v1/responses` as OpenAI's own client has it: streamed and not, and refusals, as nothing is stored."""
+"""`/v1/responses` as OpenAI's own client has it: streamed and not, and refusals."""
 
 import json
 from collections.abc import Iterator
@@ -124,8 +124,8 @@ def test_own_fields_and_schemas(served: Served, client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("given", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"store": True}, "store"),
+        ({"previous_response_id": 5}, "previous_response_id"),
+        ({"store": "gzip"}, "store"),
         ({"tools": [{"type": "function", "function": {"name": "clock"}}]}, "tools.0.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),

@@ -13,7 +13,7 @@ import torch
 from tests.helpers.asgi import STATUS_NOW, called, scope_of
 from tests.helpers.models import Models, Text
 from windlass import KVCache
-from windlass.view.frames import DELTA, FULL, HEADER, STATUS, Record, end_record, frames_of, records_of
+from windlass.view.recording import DELTA, FULL, HEADER, STATUS, Record, end_record, frames_of, records_of
 from windlass.view.server import MOST_VIEWERS, SchedulerWatcher, ViewApp, page_files
 
 

@@ -12,7 +12,7 @@ from tests.helpers.policies import ALL_POLICIES
 from windlass import KVCache
 from windlass.cache.describe import bytes_by_part
 from windlass.policies import H2O, KeyDiff, Policy, Recent
-from windlass.view.frames import (
+from windlass.view.recording import (
     DELTA,
     FULL,
     HEADER,

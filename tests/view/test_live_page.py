@@ -22,8 +22,7 @@ from windlass.core.step import Step
 from windlass.engine.generate import stream
 from windlass.hf.load import load
 from windlass.view import server as watch
-from windlass.view.frames import about
-from windlass.view.recording import Recorder, recording_of
+from windlass.view.recording import Recorder, about, recording_of
 from windlass.view.server import SchedulerWatcher, ViewApp
 
 browser = chromium.browser  # fixture

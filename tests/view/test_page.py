@@ -17,8 +17,7 @@ from tests.helpers.recordings import serving
 from windlass import KVCache
 from windlass.hf.load import load
 from windlass.policies import H2O
-from windlass.view.frames import Frame
-from windlass.view.recording import Recorder, Recording, read_recording
+from windlass.view.recording import Frame, Recorder, Recording, read_recording
 
 browser = chromium.browser  # fixture
 SENTENCES = "The river was quiet, and the boat lay by the bank. Harris said that he was hungry.\n\n"

@@ -9,7 +9,7 @@ from tests.helpers import chromium
 from tests.helpers.chromium import Browser
 from tests.helpers.pages import SHOWN, kinds, seek
 from tests.helpers.recordings import moment, serving, write
-from windlass.view.frames import RecalledPlane, SlotGroup
+from windlass.view.recording import RecalledPlane, SlotGroup
 
 browser = chromium.browser  # fixture
 SENTENCES = "The river was quiet, and the boat lay by the bank. Harris said that he was hungry.\n\n"

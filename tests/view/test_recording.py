@@ -13,7 +13,7 @@ from windlass import KVCache, UsageError
 from windlass.core.errors import RecordingError
 from windlass.hf.load import load
 from windlass.policies import H2O
-from windlass.view.frames import (
+from windlass.view.recording import (
     DELTA,
     FULL,
     HEADER,
@@ -21,13 +21,15 @@ from windlass.view.frames import (
     MAGIC,
     Camera,
     Encoder,
+    Recorder,
     about,
     end_record,
     json_record,
+    read_recording,
     record,
+    recording_of,
     records_of,
 )
-from windlass.view.recording import Recorder, read_recording, recording_of
 
 tokenizer = models.tokenizer  # fixture
 HEAD = 12

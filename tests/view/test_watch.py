@@ -11,7 +11,7 @@ import torch
 from tests.helpers.models import Models, Text
 from windlass import KVCache
 from windlass.view import server
-from windlass.view.frames import (
+from windlass.view.recording import (
     HEADER,
     MAGIC,
     Camera,

@@ -84,7 +84,9 @@ ReuseModeText = Annotated[
 ]
 ReuseFolder = Annotated[
     Path | None,
-    Option("--reuse-folder", metavar="DIR", help="Also save cached prefixes in this folder, for the next server."),
+    Option(
+        "--reuse-folder", metavar="DIR", help="Also save cached rows and sessions in this folder, for the next server."
+    ),
 ]
 RecallBytes = Annotated[
     str,

@@ -22,7 +22,8 @@ from windlass.core.errors import UsageError, check_kind, whole_number
 from windlass.core.step import PROMPT
 from windlass.engine.generate import check_reading, checked_prompts, read_whole
 from windlass.engine.prefill import Progress, PromptReader, empty_cache, feed
-from windlass.engine.prefix_cache import CacheEntry, CacheKey, PrefixCache
+from windlass.engine.prefix_cache import PrefixCache
+from windlass.engine.prefix_entry import CacheEntry, CacheKey
 from windlass.engine.recompute import Divergent as Divergent
 from windlass.engine.recompute import Everything as Everything
 from windlass.engine.recompute import First as First
@@ -323,7 +324,7 @@ class PartsReader(PromptReader):
             begin_after(cache, len(key.prefix), ids)
             self.cache.splice(cache)
             if self._request.reuse.store and not any(each.tokens == ids for each in self._kept.of(key)):
-                self._kept.add(CacheEntry(key, ids, cache, cache.bytes_held), place)
+                self._kept.add(CacheEntry(tokens=ids, key=key, cache=cache, bytes=cache.bytes_held), place)
         finally:
             self._kept.release(place)
         yield

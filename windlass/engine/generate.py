@@ -17,9 +17,8 @@ from windlass.cache.compress import cut_to_budget
 from windlass.core.errors import UsageError, check_kind, shown
 from windlass.core.parse import check_max_tokens
 from windlass.core.step import PROMPT, Pass
-from windlass.engine.decode import Decoder, graph_for, wait_for
+from windlass.engine.decode import Decoder, Sampler, graph_for, wait_for
 from windlass.engine.prefill import Progress, end_of_text, passes, rest_of, whole_passes
-from windlass.engine.sampler import Sampler
 from windlass.engine.sampling import FinishReason, Result, Sampling
 from windlass.engine.text import TextStream, encode, stops_of
 from windlass.hf.forward import vocabulary_of

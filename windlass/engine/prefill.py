@@ -17,9 +17,10 @@ from windlass.core.parse import SYSTEM
 from windlass.core.positions import EMPTY
 from windlass.core.step import PROMPT, Pass, Step
 from windlass.engine import recompute
-from windlass.engine.prefix_cache import CacheEntry, EditedRow, Snapshots, key_of
+from windlass.engine.decode import logprobs_of
+from windlass.engine.prefix_cache import Snapshots, key_of, pack
+from windlass.engine.prefix_entry import CacheEntry, EditedRow
 from windlass.engine.request import Logprob, Request
-from windlass.engine.sampler import logprobs_of
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
 from windlass.policies.base import OneShot
@@ -266,7 +267,7 @@ class Reader(PromptReader):
             self.passes += (stop,)
         self.done += len(piece)
         self.cache.forget_steps()  # a server rolls nothing back
-        if self._snapshots.packs:
+        if self._snapshots.packs and self.done > holds_all(self.cache):  # else tokens lie in their order
             pack(self.cache)
         if is_last:
             self.logits = logits[0, -1]
@@ -282,12 +283,20 @@ class Reader(PromptReader):
         """The row so far."""
         tokens = self.request.prompt[: self.done]
         is_all = self.done <= holds_all(self.cache)
-        return CacheEntry(key_of(self.request), tokens, self.cache, 0, self.passes, holds_all=is_all, sound=self.sound)
+        return CacheEntry(
+            tokens=tokens,
+            passes=self.passes,
+            holds_all=is_all,
+            sound=self.sound,
+            key=key_of(self.request),
+            cache=self.cache,
+            bytes=0,
+        )
 
     @property
     def _is_cut_later(self) -> bool:
         """Return True if the row still serves all beginnings of the prompt once the text has ended."""
-        return not self._snapshots.packs and len(self.request.prompt) <= holds_all(self.cache)
+        return len(self.request.prompt) <= holds_all(self.cache)
 
     def _score(self, start: int, logits: Tensor) -> None:
         """Record log probabilities of the tokens after `start`, from the (1, tokens, vocabulary) logits before them."""
@@ -312,11 +321,3 @@ def empty_cache(model: PreTrainedModel, request: Request) -> KVCache:
     if request.options.sinks == SYSTEM:
         cache.set_sinks(request.head)
     return cache
-
-
-def pack(cache: KVCache) -> None:
-    """Move tokens to the first slots, with none free behind them, as a file has them. Asks the device."""
-    for layer in cache.layers:
-        if not layer.is_empty:
-            layer.table.count()
-            layer.resize(max(layer.table.occupancy_bound, 1))

@@ -139,6 +139,11 @@ class Request:
         return tuple(found)
 
 
+def tenant_of(owner: str, user: str) -> str:
+    """The tenant of one of an owner's users."""
+    return f"{owner}/{user}"
+
+
 def owner_of(tenant: str) -> str:
     """The owner of a tenant. An owner may have several tenants."""
     return tenant.partition("/")[0]

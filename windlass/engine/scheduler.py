@@ -33,7 +33,9 @@ from windlass.engine.admission import (
     check_request,
     recall_share,
 )
-from windlass.engine.prefix_cache import DiskTier, EntryInfo, EntrySelector, PrefixCache, Snapshots
+from windlass.engine.disk import DiskTier
+from windlass.engine.prefix_cache import PrefixCache, Snapshots
+from windlass.engine.prefix_entry import EntryInfo, EntrySelector
 from windlass.engine.request import EngineDeadError, EngineLimits, EngineStatus, Failure, Request, Ticket
 from windlass.engine.row_bytes import RowBytes, Sizes, most_held, replace_batch
 from windlass.engine.sequence import ActiveRequest, Lane, is_alike

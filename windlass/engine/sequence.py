@@ -16,9 +16,11 @@ from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.ranks import Ranks
 from windlass.engine.chunks import PartsReader
+from windlass.engine.decode import Sampler, agreed_token, logprobs_of, weakened
 from windlass.engine.generate import RowText
 from windlass.engine.prefill import PromptReader, Reader, feed_tokens
-from windlass.engine.prefix_cache import CacheEntry, RowSource, Snapshots, key_of
+from windlass.engine.prefix_cache import RowSource, Snapshots, key_of
+from windlass.engine.prefix_entry import CacheEntry
 from windlass.engine.recompute import Everything
 from windlass.engine.request import (
     Failure,
@@ -33,7 +35,6 @@ from windlass.engine.request import (
     Ticket,
     Usage,
 )
-from windlass.engine.sampler import Sampler, agreed_token, logprobs_of, weakened
 from windlass.engine.sampling import FinishReason
 from windlass.engine.text import TextStream
 from windlass.hf.kv_cache import KVCache
@@ -366,7 +367,16 @@ class ActiveRequest(RowSource):
         if not tokens:
             return None
         is_all = len(tokens) <= most
-        return CacheEntry(key, tokens, self.cache, 0, passes, row=self.index, holds_all=is_all, sound=self._sound)
+        return CacheEntry(
+            tokens=tokens,
+            passes=passes,
+            holds_all=is_all,
+            sound=self._sound,
+            key=key,
+            cache=self.cache,
+            bytes=0,
+            row=self.index,
+        )
 
     def close(self) -> None:
         """Release the memory reserved for the rest of its prompt."""

@@ -22,8 +22,16 @@ from windlass.core.errors import UnsupportedModel, UsageError, WindlassError
 from windlass.core.ranks import RankHeads
 from windlass.core.step import READ, AttentionCall
 from windlass.hf.cpu_decoder import Attachment, few_rows_of
-from windlass.hf.indexer import IndexedLayers, Indexer, IndexerCall, check_picks, indexed_layers, indexers_of
-from windlass.hf.latent import EXPAND, Latent
+from windlass.hf.deepseek import (
+    EXPAND,
+    IndexedLayers,
+    Indexer,
+    IndexerCall,
+    Latent,
+    check_picks,
+    indexed_layers,
+    indexers_of,
+)
 from windlass.hf.mask import Mask, mask
 from windlass.hf.model_facts import check_kind_of_model, device_of_inputs, refusal
 from windlass.hf.mrope import Axes, AxisRotation, RopeDeltas, tell_deltas, turn_of, turned_by_differences

@@ -26,8 +26,7 @@ from windlass.cache.cache import TextCache
 from windlass.core.inputs import Activation, DecoderLayer, LinearLayer, Norm, Rounding
 from windlass.core.ranks import RankHeads
 from windlass.core.step import AttentionCall
-from windlass.hf.indexer import Indexer
-from windlass.hf.latent import Latent
+from windlass.hf.deepseek import Indexer, Latent
 from windlass.hf.model_cache import ModelCache
 from windlass.hf.model_facts import ordinary_ids
 from windlass.hf.mrope import AxisRotation, turn_of

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from windlass.core.errors import UnsupportedModel
-from windlass.hf.indexer import IndexerObservation
-from windlass.hf.latent import Latent
+from windlass.hf.deepseek import IndexerObservation, Latent
 from windlass.hf.mask import Mask
 from windlass.hf.model_facts import device_of_inputs, ordinary_ids
 from windlass.hf.mrope import axes_of

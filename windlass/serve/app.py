@@ -1,7 +1,7 @@
 """The FastAPI application: the routes of one model, and the middleware before them."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any, Final, TypeVar
@@ -17,17 +17,31 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from windlass.engine.prefix_cache import EntrySelector
-from windlass.engine.request import Grammar, owner_of
+from windlass.engine.prefix_entry import EntrySelector
+from windlass.engine.request import Grammar, owner_of, tenant_of
 from windlass.engine.scheduler import Service
-from windlass.serve.chat import AnswerDocuments, AnswerHeader, ChatDocuments, CompletionDocuments, PartialText
+from windlass.serve.chat import (
+    AnswerDocuments,
+    AnswerHeader,
+    ChatDocuments,
+    CompletionDocuments,
+    PartialText,
+    message_of,
+)
 from windlass.serve.errors import ApiError, BadField, JsonAnswer, ServerSettings, from_json, of_validation, stopping
 from windlass.serve.grammar import Grammars
 from windlass.serve.messages import MessageDocuments, MessagesPrompt, MessagesRequest
 from windlass.serve.metrics import Metrics, model_document
 from windlass.serve.middleware import TENANT, Authentication, BodyLimit, RequestLog
 from windlass.serve.parsers import reader_of
-from windlass.serve.prompts import Chunk, Prompt, PromptTokenizer, check_conversation, conversation
+from windlass.serve.prompts import (
+    Chunk,
+    Prompt,
+    PromptTokenizer,
+    as_sent,
+    check_conversation,
+    conversation,
+)
 from windlass.serve.requests import LEGACY_MAX_TOKENS, GenerationRequest, RequestBuilder
 from windlass.serve.responses import ResponseDocuments, ResponsesRequest
 from windlass.serve.schema import (
@@ -37,6 +51,16 @@ from windlass.serve.schema import (
     DetokenizeRequest,
     SchemaFormat,
     TokenizeRequest,
+)
+from windlass.serve.sessions import (
+    NO_TURN,
+    BranchRequest,
+    Responses,
+    RewindRequest,
+    SessionRequest,
+    Sessions,
+    Turn,
+    UserQuery,
 )
 from windlass.serve.stream import AnswerStream, EventStream, Gate, Tickets, unless_gone
 from windlass.view.server import ViewApp
@@ -57,14 +81,24 @@ class Server:
         self._grammars = Grammars(words, settings.request.grammar_bytes, settings.request.grammar_depth)
         self._builder = RequestBuilder(service, words, settings.request.texts, settings.reuse)
         self._threads = CapacityLimiter(THREADS)
+        self._sessions = Sessions(settings.folder, settings.salt or b"", settings.sessions)
+        self._responses = Responses(settings.folder, settings.sessions)
 
     async def chat(self, http: HttpRequest, body: ChatRequest) -> Response:
-        """Answer a conversation."""
+        """Answer a conversation, or add a turn to a session."""
         self._check_model(body.model)
         messages = await self._beside(partial(conversation, body.messages))
-        asked = await self._beside(partial(self._built_chat, body, "messages", messages, http.scope[TENANT]))
-        texts = [self._partial(body, asked) for _ in asked.requests]
-        return await self._answer(http, asked, ChatDocuments(self._head(asked, body.left_out)), texts)
+        turn = NO_TURN
+        if body.session is not None:
+            if body.n > 1:
+                raise BadField("n", f"must be 1 in a session, got {body.n}")
+            turn = await self._beside(partial(self._sessions.begin, caller(http, body.user), body.session))
+        with turn.closed_by_errors():
+            given = [*turn.history, *messages]
+            asked = await self._beside(partial(self._built_chat, body, "messages", given, http.scope[TENANT]))
+            texts = [self._partial(body, asked) for _ in asked.requests]
+            form = ChatDocuments(self._head(asked, body.left_out))
+            return await self._answer(http, asked, form, texts, turn, messages)
 
     async def complete(self, http: HttpRequest, body: CompletionRequest) -> Response:
         """Go on with a text."""
@@ -74,12 +108,59 @@ class Server:
         return await self._answer(http, asked, CompletionDocuments(self._head(asked)), texts)
 
     async def respond(self, http: HttpRequest, body: ResponsesRequest) -> Response:
-        """Answer a conversation as OpenAI's Responses API does. No answer is stored."""
+        """Answer a conversation as OpenAI's Responses API does."""
         self._check_model(body.model)
-        messages, chat = await self._beside(body.as_chat)
-        asked = await self._beside(partial(self._built_chat, chat, "input", messages, http.scope[TENANT]))
-        form = ResponseDocuments(self._head(asked, body.left_out), body)
-        return await self._answer(http, asked, form, [self._partial(chat, asked)])
+        messages, chat = await self._beside(lambda: (body.messages(), body.as_chat()))
+        tenant, previous = caller(http, body.user), body.previous_response_id
+        turn = await self._beside(partial(self._responses.begin, tenant, previous))
+        given = [*body.system, *turn.history, *messages]
+        asked = await self._beside(partial(self._built_chat, chat, "input", given, http.scope[TENANT]))
+        is_stored = body.store is not False and self._responses.is_on
+        form = ResponseDocuments(self._head(asked, body.left_out), body, is_stored)
+        texts = [self._partial(chat, asked)]
+        return await self._answer(http, asked, form, texts, turn if is_stored else NO_TURN, messages)
+
+    async def show_response(self, http: HttpRequest, number: str, query: Annotated[UserQuery, Query()]) -> Response:
+        """A stored response of this API key and user."""
+        return JsonAnswer(await self._beside(partial(self._responses.get, caller(http, query.user), number)))
+
+    async def delete_response(self, http: HttpRequest, number: str, query: Annotated[UserQuery, Query()]) -> Response:
+        """Delete a stored response of this API key and user."""
+        await self._beside(partial(self._responses.delete, caller(http, query.user), number))
+        return JsonAnswer({"id": number, "object": "response", "deleted": True})
+
+    async def create_session(self, http: HttpRequest, body: SessionRequest) -> Response:
+        """A new session of this API key and user."""
+        return JsonAnswer(await self._beside(lambda: self._created(caller(http, body.user), body)))
+
+    def _created(self, tenant: str, body: SessionRequest) -> dict[str, Any]:
+        messages = conversation(body.messages or ())
+        check_conversation("messages", messages, self.settings.request.characters)
+        return self._sessions.create(tenant, body.name, [as_sent(each) for each in messages])
+
+    async def list_sessions(self, http: HttpRequest, query: Annotated[UserQuery, Query()]) -> Response:
+        """The sessions of this API key and user."""
+        found = await self._beside(partial(self._sessions.all, caller(http, query.user)))
+        return JsonAnswer({"object": "list", "data": found})
+
+    async def show_session(self, http: HttpRequest, name: str, query: Annotated[UserQuery, Query()]) -> Response:
+        """A session with its messages."""
+        return JsonAnswer(await self._beside(partial(self._sessions.get, caller(http, query.user), name)))
+
+    async def delete_session(self, http: HttpRequest, name: str, query: Annotated[UserQuery, Query()]) -> Response:
+        """Delete a session."""
+        await self._beside(partial(self._sessions.delete, caller(http, query.user), name))
+        return JsonAnswer({"object": "session.deleted", "name": name, "deleted": True})
+
+    async def rewind(self, http: HttpRequest, name: str, body: RewindRequest) -> Response:
+        """Leave the first messages of a session."""
+        tenant = caller(http, body.user)
+        return JsonAnswer(await self._beside(partial(self._sessions.rewind, tenant, name, body.messages)))
+
+    async def branch(self, http: HttpRequest, name: str, body: BranchRequest) -> Response:
+        """A new session that begins with the first messages of another one."""
+        tenant = caller(http, body.user)
+        return JsonAnswer(await self._beside(partial(self._sessions.branch, tenant, name, body.messages, body.name)))
 
     async def converse(self, http: HttpRequest, body: MessagesRequest) -> Response:
         """Answer a conversation as Anthropic's Messages API does."""
@@ -248,22 +329,50 @@ class Server:
         )
 
     async def _answer(
-        self, http: HttpRequest, asked: GenerationRequest, form: AnswerDocuments, texts: list[PartialText]
+        self,
+        http: HttpRequest,
+        asked: GenerationRequest,
+        form: AnswerDocuments,
+        texts: list[PartialText],
+        turn: Turn = NO_TURN,
+        messages: Sequence[Mapping[str, Any]] = (),
     ) -> Response:
-        """Hand the texts to the engine, and answer. Once nobody waits for them, the engine is told to leave them."""
+        """Hand the texts to the engine, and answer. Once nobody waits for them, the engine is told to leave them.
+
+        A `turn` keeps its new `messages` and the answer.
+        """
         tickets = Tickets(self.service, self.gate)
         tickets.submit(asked.requests)
-        answering = AnswerStream(tickets, form, texts, self.metrics, self.settings.ping_seconds)
+
+        def keep() -> None:
+            turn.keep([*map(as_sent, messages), answer_of(texts[0])], form.answer(texts))
+
+        def close() -> None:
+            tickets.cancel()
+            turn.close()
+
+        kept = None if turn is NO_TURN else partial(self._beside, keep)
+        answering = AnswerStream(tickets, form, texts, self.metrics, self.settings.ping_seconds, kept)
         if asked.is_streamed:
-            return EventStream(answering.chunks(), self.service.limits.unread_seconds, tickets.cancel)
+            return EventStream(answering.chunks(), self.service.limits.unread_seconds, close)
         try:
             return JsonAnswer(await unless_gone(http.receive, answering.whole()))
         finally:
-            tickets.cancel()
+            close()
 
     async def _beside(self, work: Callable[[], Value]) -> Value:
         """Run `work` in a thread, so that the event loop goes on."""
         return await to_thread.run_sync(work, limiter=self._threads)
+
+
+def caller(http: HttpRequest, user: str) -> str:
+    """The tenant of a request: requests of one API key and `user` share cached prefixes and sessions."""
+    return tenant_of(http.scope[TENANT], user)
+
+
+def answer_of(written: PartialText) -> dict[str, Any]:
+    """An answer as a client sends it back."""
+    return {name: value for name, value in message_of(written).items() if value is not None}
 
 
 class JsonRoute(APIRoute):
@@ -386,6 +495,14 @@ def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
     app.post("/v1/chat/completions")(server.chat)
     app.post("/v1/completions")(server.complete)
     app.post("/v1/responses")(server.respond)
+    app.get("/v1/responses/{number}")(server.show_response)
+    app.delete("/v1/responses/{number}")(server.delete_response)
+    app.post("/v1/sessions")(server.create_session)
+    app.get("/v1/sessions")(server.list_sessions)
+    app.get("/v1/sessions/{name}")(server.show_session)
+    app.delete("/v1/sessions/{name}")(server.delete_session)
+    app.post("/v1/sessions/{name}/rewind")(server.rewind)
+    app.post("/v1/sessions/{name}/branch")(server.branch)
     app.post("/v1/messages")(server.converse)
     app.post("/v1/messages/count_tokens")(server.count)
     app.post("/tokenize")(server.tokenize)

@@ -263,7 +263,7 @@ class ChatDocuments(AnswerDocuments):
         choices = [
             {
                 "index": at,
-                "message": _message(each),
+                "message": message_of(each),
                 "logprobs": self._logprobs(each.pieces),
                 "finish_reason": each.reason,
             }
@@ -325,7 +325,8 @@ def _part_of_call(part: CallPart) -> dict[str, Any]:
     return {"index": part.number, **_call(Call(part.name, part.arguments, part.id))}
 
 
-def _message(written: PartialText) -> dict[str, Any]:
+def message_of(written: PartialText) -> dict[str, Any]:
+    """The text as a message of a chat."""
     message: dict[str, Any] = {"role": "assistant", "content": written.text, "refusal": None}
     if written.thought:
         message["reasoning_content"] = written.thought

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from fastapi import HTTPException, Response
@@ -239,6 +240,19 @@ class RequestLimits:
 
 
 @dataclass(frozen=True)
+class SessionLimits:
+    """Limits of what the server remembers: `sessions` of an API key, stored `responses` of all, and the `bytes` of all
+    sessions, and of all responses. 0 sessions and responses: it remembers none."""
+
+    sessions: int = 1000
+    responses: int = 10_000
+    bytes: int = 256 * MEGABYTE
+
+
+NO_SESSIONS: Final = SessionLimits(sessions=0, responses=0)
+
+
+@dataclass(frozen=True)
 class ServerSettings:
     """Settings of a server.
 
@@ -260,3 +274,6 @@ class ServerSettings:
     """The cached tokens that requests take, where they name no mode."""
     salt: bytes | None = None
     """Salt that turns keys into names of owners (default: another one each time the server starts)."""
+    folder: Path | None = None
+    """Folder of the logs of sessions and responses (default: they stay in memory)."""
+    sessions: SessionLimits = SessionLimits()

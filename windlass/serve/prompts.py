@@ -77,6 +77,24 @@ def _of_message(message: AnyMessage) -> dict[str, Any]:
     return found | {"content": content_of(message.content)}
 
 
+def as_sent(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message of `conversation` as a client sends it."""
+    parts = [(CHUNK, each.text) if isinstance(each, Chunk) else ("text", each) for each in message["content"]]
+    is_text = all(kind == "text" for kind, _ in parts)
+    shown = "".join(text for _, text in parts) if is_text else [{"type": kind, "text": text} for kind, text in parts]
+    found = {**message, "content": shown}
+    if "tool_calls" in message:
+        found["tool_calls"] = [_call_as_sent(each) for each in message["tool_calls"]]
+    return found
+
+
+def _call_as_sent(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if isinstance(function["arguments"], str):
+        return dict(call)
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+
+
 def check_conversation(name: str, messages: Messages, most: int) -> None:
     """Raises: BadField, for the field `name`, where messages have more than `most` characters, or too many chunks."""
     texts = written(messages, lambda chunk: chunk.text)

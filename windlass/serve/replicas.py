@@ -33,7 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from windlass.core.errors import UsageError
 from windlass.hf.load import load
 from windlass.serve.app import make_app, with_origins
-from windlass.serve.errors import ApiError, JsonAnswer, RequestLimits, event, stopping
+from windlass.serve.errors import NO_SESSIONS, ApiError, JsonAnswer, RequestLimits, event, stopping
 from windlass.serve.middleware import BodyLimit, bare_path
 from windlass.serve.run import (
     CUT_SECONDS,
@@ -145,7 +145,7 @@ class Replica:
         asked, watch = replace(options.serve, origins=()), SchedulerWatcher()  # the front answers browsers
         self._service = started_service(model, tokenizer, asked, watch)
         page = ViewApp(watch, tokenizer, self._service.status, asked.is_shown)
-        self._app = make_app(server_of(model, tokenizer, asked, self._service), page)
+        self._app = make_app(server_of(model, tokenizer, asked, self._service, NO_SESSIONS), page)
 
     async def answer(self, _: Affinity, scope: Scope, body: bytes) -> AsyncGenerator[int | Message]:
         """Yield the replica's number at once, and then the messages of the answer as they are written.

@@ -8,7 +8,7 @@ from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.parse import AUTO, SYSTEM
 from windlass.engine.recompute import recompute_of
-from windlass.engine.request import Grammar, PromptParts, Request, Reuse, ReuseMode
+from windlass.engine.request import Grammar, PromptParts, Request, Reuse, ReuseMode, tenant_of
 from windlass.engine.scheduler import Service
 from windlass.engine.sequence import is_alike
 from windlass.engine.text import Stops
@@ -136,7 +136,7 @@ class RequestBuilder:
         prompts: Sequence[Prompt],
         grammars: Sequence[Grammar],
         default_tokens: int,
-        tenant: str,
+        owner: str,
     ) -> GenerationRequest:
         """Return a request for each text of each prompt. `grammars` has one for each text, or none.
 
@@ -171,8 +171,7 @@ class RequestBuilder:
                 top_logprobs=top,
                 scores_prompt=has_echo and top is not None,
                 grammar=grammars[at] if grammars else None,
-                # Requests of one key share cached prefixes, except for requests of different `user`s.
-                tenant=f"{tenant}/{body.user}",
+                tenant=tenant_of(owner, body.user),
                 seconds=max_seconds_of(body, self.service.limits.seconds),
                 reuse=Reuse(
                     lookup=body.cache.lookup,

@@ -3,12 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, final
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, PlainValidator, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from windlass.engine.request import Piece
 from windlass.serve.chat import AnswerDocuments, AnswerHeader, PartialText, usage_of
-from windlass.serve.errors import MISSING, UNSUPPORTED, ApiError, BadField, named_event
+from windlass.serve.errors import MISSING, ApiError, BadField, named_event
 from windlass.serve.parsers import Call, TextPart
 from windlass.serve.prompts import called, content_of, of_message
 from windlass.serve.schema import (
@@ -31,6 +30,7 @@ from windlass.serve.schema import (
     Recompute,
     SchemaFormat,
     SharedFields,
+    StoreName,
     Text,
     Variables,
     Verbosity,
@@ -197,12 +197,6 @@ class ReasoningOptions(Body):
     context: Word | None = None
 
 
-def _no_answer(_: Any) -> Any:
-    raise PydanticCustomError(
-        UNSUPPORTED, "needs a stored answer, and this server stores none. Send the whole conversation as input"
-    )
-
-
 class ResponsesRequest(NeutralFields, SharedFields):
     """The body of `/v1/responses`."""
 
@@ -224,13 +218,16 @@ class ResponsesRequest(NeutralFields, SharedFields):
     tool_choice: Choice | FlatChoice = "auto"
     """Value of `tool_choice`: which function is to be called, if any."""
     truncation: Literal["auto", "disabled"] = "disabled"
-    previous_response_id: Annotated[None, PlainValidator(_no_answer)] = None
-    """Not supported, as answers are not stored."""
+    previous_response_id: Word | None = None
+    """Id of the stored response that the input goes on from."""
+    store: bool | StoreName | None = None  # type: ignore[assignment]
+    """Store the answer (default: true), or the format of cached keys and values, and store the answer."""
     chat_template_kwargs: Annotated[Variables, Field(default_factory=dict)]
     """Variables of the model's chat template."""
     chunks: Recompute | None = None
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[dict[str, Any]]:
+        """The messages of the input as `prompts.conversation` has them. Raises: BadField where there is none."""
         if isinstance(self.input, str):
             turns: list[dict[str, Any]] = [{"role": "user", "content": (self.input,)}]
         else:
@@ -238,17 +235,19 @@ class ResponsesRequest(NeutralFields, SharedFields):
         found = [each for each in turns if any(each["content"]) or {**each, "content": ("",)} != EMPTY]
         if not found:
             raise BadField("input", "must have a message")
-        before = [{"role": "system", "content": (self.instructions,)}] if self.instructions else []
-        return before + found
+        return found
 
-    def as_chat(self) -> tuple[list[dict[str, Any]], ChatRequest]:
-        """The messages as `prompts.conversation` has them, and the rest of the request as a chat has it.
+    @property
+    def system(self) -> list[dict[str, Any]]:
+        """The message of the instructions, before all others."""
+        return [{"role": "system", "content": (self.instructions,)}] if self.instructions else []
 
-        Raises: BadField for an input without a message, and a schema that is asked for, and not there.
-        """
+    def as_chat(self) -> ChatRequest:
+        """All but the messages as a chat has it. Raises: BadField for a schema that is asked for, and not there."""
         choice = self.tool_choice
         shared: dict[str, Any] = {name: getattr(self, name) for name in SharedFields.model_fields}
-        chat = ChatRequest.model_construct(
+        shared["store"] = self.store if isinstance(self.store, str) else None
+        return ChatRequest.model_construct(
             **shared,
             messages=[],
             chat_template_kwargs=self.chat_template_kwargs,
@@ -259,7 +258,6 @@ class ResponsesRequest(NeutralFields, SharedFields):
             tools=[tool.as_tool() for tool in self.tools if isinstance(tool, FlatTool)],
             tool_choice=choice.as_choice() if isinstance(choice, FlatChoice) else choice,
         )
-        return self._messages(), chat
 
     @property
     def echoed(self) -> dict[str, Any]:
@@ -279,6 +277,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
             "tools": [{**defaults, **tool} for tool in tools],
             "tool_choice": choice.model_dump() if isinstance(choice, FlatChoice) else choice,
             "parallel_tool_calls": self.parallel_tool_calls,
+            "previous_response_id": self.previous_response_id,
         }
 
     @property
@@ -336,17 +335,18 @@ MORE: Final[dict[str, dict[str, Any]]] = {  # further fields of an event and of 
 
 @final
 class ResponseDocuments(AnswerDocuments):
-    """`response`, and its events, which are numbered. Nothing of it is stored: `store` is false.
+    """`response`, and its events, which are numbered. `is_stored`: whether a later one can go on from it.
 
     The thought, the message and each function call of an answer are items. An answer without any of them has an empty
     message.
     """
 
-    def __init__(self, head: AnswerHeader, body: ResponsesRequest) -> None:
+    def __init__(self, head: AnswerHeader, body: ResponsesRequest, is_stored: bool) -> None:
         self.head, self._events = head, 0
+        self.number = f"resp_{head.number}"
         self._begun: list[str] = []  # kinds of items that a stream has begun, the last of them unfinished
         self._thought = ""
-        self._echoed = body.echoed
+        self._echoed = {**body.echoed, "store": is_stored}
 
     def opening(self, at: int) -> list[dict[str, Any]]:
         begun = self._response("in_progress", [])
@@ -413,7 +413,7 @@ class ResponseDocuments(AnswerDocuments):
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         return {
-            "id": f"resp_{self.head.number}",
+            "id": self.number,
             "object": "response",
             "created_at": self.head.created,
             "model": self.head.model,
@@ -421,8 +421,6 @@ class ResponseDocuments(AnswerDocuments):
             "error": None,
             "incomplete_details": None,
             "output": output,
-            "previous_response_id": None,
-            "store": False,
             "usage": None,
             **self._echoed,
         }

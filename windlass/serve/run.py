@@ -24,15 +24,15 @@ from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.files import check_folder
 from windlass.engine.admission import check_kinds
+from windlass.engine.disk import DiskTier, salt_of
 from windlass.engine.prefill import end_of_text
-from windlass.engine.prefix_cache import DiskTier, salt_of
 from windlass.engine.request import PREFIX, EngineLimits, ReuseMode
 from windlass.engine.row_bytes import replace_batch
 from windlass.engine.scheduler import Scheduler, Service, Watcher
 from windlass.hf.attach import attached
 from windlass.hf.forward import vocabulary_of
 from windlass.serve.app import Server, make_app
-from windlass.serve.errors import ServerSettings
+from windlass.serve.errors import ServerSettings, SessionLimits
 from windlass.serve.metrics import ModelFacts
 from windlass.serve.prompts import PromptTokenizer
 from windlass.view.server import SchedulerWatcher, ViewApp
@@ -238,6 +238,7 @@ class ServeOptions:
             origins=self.origins,
             reuse=self.reuse,
             salt=salt,
+            folder=self.reuse_folder,
         )
 
 
@@ -262,11 +263,16 @@ def scheduler_of(
 
 
 def server_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, service: Service
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: ServeOptions,
+    service: Service,
+    sessions: SessionLimits | None = None,
 ) -> Server:
-    """The routes of an engine that runs."""
+    """The routes of an engine that runs, with the `sessions` that it remembers (default: the usual limits)."""
+    sessions = asked.settings.sessions if sessions is None else sessions
     words = PromptTokenizer(tokenizer, end_of_text(model), vocabulary_of(model), marks_messages=asked.reuse_bytes > 0)
-    return Server(service, words, replace(asked.settings, facts=ModelFacts.of(model)))
+    return Server(service, words, replace(asked.settings, facts=ModelFacts.of(model), sessions=sessions))
 
 
 def serve(

@@ -41,7 +41,7 @@ SEEDS: Final = 2**62
 RANDOM: Final = -1  # a seed that means random
 MOST_FIELDS: Final = 1024
 TOKEN_ID: Final = re.compile(r"[0-9]{1,10}")
-STORES_NOTHING: Final = "must be false, as this server stores no answers, or a store of the cache such as int8"
+STORES_NOTHING: Final = "must be false, as only /v1/responses are stored, or a store of the cache such as int8"
 FUNCTION: Final = "function"
 FUNCTION_TAG: Final = "a function"  # no field has such a name
 
@@ -127,6 +127,7 @@ Variable = Annotated[
     str, Field(max_length=64), AfterValidator(_such(str.isidentifier, "must be the name of a variable"))
 ]
 IdText = Annotated[str, AfterValidator(_such(TOKEN_ID.fullmatch, "must be a token id, written as a string"))]
+StoreName = Annotated[str, _one_of(CACHE["store"].names)]
 Positions = Annotated[Word, _one_of(CACHE["positions"].names, lambda mode: mode.partition("(")[0].strip())]
 Variables = Annotated[dict[Variable, bool | int | float | Label], BeforeValidator(partial(_entries, 16), Object)]
 Choice = Literal["none", "auto", "required"]
@@ -214,7 +215,7 @@ class CacheFields(Body):
     positions: Positions | None = None
     """Position mode in which cached keys are read."""
     store: Annotated[
-        Annotated[str, _one_of(CACHE["store"].names)] | None,
+        StoreName | None,
         BeforeValidator(lambda given: None if given is False else given, str | Literal[False]),
         BeforeValidator(_such(lambda given: given is not True, STORES_NOTHING)),
     ] = None
@@ -428,7 +429,9 @@ class ChatRequest(TextRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: Messages
-    """The conversation, oldest message first."""
+    """The conversation, oldest message first. With a `session`, its new messages."""
+    session: Name | None = None
+    """Name of the conversation that the server remembers, and that this turn is added to."""
     chat_template_kwargs: Variables = {}
     """Variables of the model's chat template."""
     chunks: Recompute | None = None

@@ -1,7 +1,7 @@
 """Answers that take their time: written whole or as a stream, and given up once the client has gone."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from time import monotonic
 from typing import Any, Final, TypeVar
 
@@ -145,7 +145,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class AnswerStream:
-    """The texts of one HTTP request as they come, in the documents of its route."""
+    """The texts of one HTTP request as they come, in the documents of its route.
+
+    Once all have ended, and before the client is told so, they are kept.
+    """
 
     def __init__(
         self,
@@ -154,7 +157,9 @@ class AnswerStream:
         texts: Sequence[PartialText],
         metrics: Metrics,
         ping_seconds: float,
+        keep: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
+        self._keep = keep
         self._tickets, self._form, self._texts = tickets, form, texts
         self._metrics, self._ping_seconds = metrics, ping_seconds
         self._started, self._latest = monotonic(), 0.0
@@ -166,6 +171,8 @@ class AnswerStream:
                 self._texts[at].add(pieces)
                 if last is not None:
                     self._texts[at].end(last)
+        if self._keep is not None:
+            await self._keep()
         return self._form.answer(self._texts)
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -175,6 +182,8 @@ class AnswerStream:
         try:
             async for found in self._events():
                 yield self._part(found) or self._form.waiting()
+            if self._keep is not None:
+                await self._keep()
         except ApiError as error:
             yield self._form.failure(error)
             return

@@ -23,8 +23,18 @@ from windlass.core.errors import UsageError
 from windlass.core.files import read_bytes
 from windlass.engine.request import EngineStatus
 from windlass.engine.scheduler import Watcher
-from windlass.view.frames import HEADER, MAGIC, STATUS, VERSION, Camera, Encoder, Snapshot, about, json_record
-from windlass.view.recording import read_recording
+from windlass.view.recording import (
+    HEADER,
+    MAGIC,
+    STATUS,
+    VERSION,
+    Camera,
+    Encoder,
+    Snapshot,
+    about,
+    json_record,
+    read_recording,
+)
 
 INDEX: Final = "index.html"
 PREFIX: Final = "/view/"

@@ -20,9 +20,8 @@ from windlass.core.errors import UsageError
 from windlass.core.parse import in_units
 from windlass.core.positions import EMPTY
 from windlass.core.types import TokenIds, TokenMask
-from windlass.engine.decode import Decoder, graph_for, wait_for
+from windlass.engine.decode import Decoder, Sampler, graph_for, wait_for
 from windlass.engine.generate import prefill
-from windlass.engine.sampler import Sampler
 from windlass.engine.sampling import Sampling
 from windlass.evals.speed.rows import SHAPES, BenchRow, random_model, rows_of, shape_of
 from windlass.evals.speed.table import Conditions

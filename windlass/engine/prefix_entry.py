@@ -1,0 +1,178 @@
+"""Rows that prompts may go on from: their keys, the texts that they have read, and facts for their owners."""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from torch import Tensor
+
+from windlass.cache.options import CacheOptions
+from windlass.core.parse import SYSTEM
+from windlass.engine.recompute import shared
+from windlass.engine.request import Request, owner_of
+from windlass.hf.kv_cache import KVCache
+
+Kind = Literal["prefix", "part"]
+Labels = tuple[int | str | None, ...]
+
+
+@dataclass(frozen=True)
+class CacheKey:
+    """Properties that two requests must have in common to share a cache.
+
+    `kind`: the beginning of a prompt, or a part that was read behind the tokens of `prefix`. `labels` are those of the
+    cache's options, and the tokens of the system text where these are its sinks.
+    """
+
+    kind: Kind
+    tenant: str
+    name: str
+    labels: Labels
+    prefix: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, kind: Kind, request: Request, options: CacheOptions, prefix: tuple[int, ...] = ()) -> CacheKey:
+        """The key of a request's own caches with these options."""
+        sinks = request.head if options.sinks == SYSTEM else None
+        return cls(kind, request.tenant, request.reuse.name, (*options.labels().values(), sinks), prefix)
+
+
+SLOT_BYTES: Final = 1 << 16  # of a copy, beside its tokens
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PrefixText:
+    """The `tokens` that a row has read, and the way in which it read them.
+
+    `passes`: the ends of the passes that read the prefix. Only the same passes give the same state. Tokens behind the
+    last of them came in other ways.
+    `holds_all`: any number of its newest tokens can be cut off.
+    `sound`: the number of first tokens that were read behind the very tokens before them (None: all).
+    `is_text`: the row of a request that has ended, which one request may take over.
+    """
+
+    tokens: tuple[int, ...]
+    passes: tuple[int, ...] = ()
+    holds_all: bool = False
+    sound: int | None = None
+    is_text: bool = False
+
+    @property
+    def has_logits(self) -> bool:
+        """Return True if the logits of the last token are known."""
+        return False
+
+    @property
+    def read_in_order(self) -> int:
+        """The number of first tokens that were read behind the very tokens before them."""
+        return len(self.tokens) if self.sound is None else min(self.sound, len(self.tokens))
+
+    def usable(self, request: Request) -> int:
+        """The number of its first tokens that a prompt can go on from, once the others are cut off."""
+        prompt, size, mode = request.prompt, len(self.tokens), request.reuse.mode.name
+        most = shared(self.tokens, prompt)
+        if not (most == size == len(prompt) and self.has_logits):
+            most = min(most, len(prompt) - 1)
+        if mode != "edited" and self.sound is not None:
+            most = min(most, self.sound)
+        ends = self.passes[: shared(self.passes, request.pass_ends)] if mode == "exact" else (size, most)
+        return max((end for end in ends if end <= most and (end == size or self.holds_all)), default=0)
+
+    def serves_all_of(self, other: PrefixText) -> bool:
+        """Return True if nobody needs `other`, of the same key, beside this."""
+        is_beginning = self.tokens[: len(other.tokens)] == other.tokens
+        is_alike = self.passes[: len(other.passes)] == other.passes and self.read_in_order >= other.read_in_order
+        return is_beginning and is_alike and self.holds_all and not other.has_logits
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CacheEntry(PrefixText):
+    """A row of a cache. Nobody writes into it. `number` names it to its owner.
+
+    `logits`: (vocabulary,) of the last token, where the prefix is a whole prompt.
+    `row`: the row of `cache`, the only one unless a request is writing it.
+    """
+
+    key: CacheKey
+    cache: KVCache
+    bytes: int
+    logits: Tensor | None = None
+    row: int = 0
+    number: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def has_logits(self) -> bool:
+        return self.logits is not None
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes of a copy, which has free slots only where it cannot do without."""
+        rows, slots = self.cache.batch_size, max(each.table.slots for each in self.cache.layers)
+        own, recalled = self.cache.bytes_held // rows, self.cache.recall_bytes // rows
+        own = own * len(self.tokens) // max(slots, 1) + SLOT_BYTES if self.holds_all else own
+        return own + recalled + (0 if self.logits is None else self.logits.nbytes)
+
+    def covers(self, other: CacheEntry) -> bool:
+        """Return True if nobody needs `other` beside this."""
+        return self.key == other.key and self.serves_all_of(other)
+
+    def first(self, tokens: int) -> CacheEntry:
+        """A copy of its first tokens."""
+        cache = self.cache.copy_of_row(self.row, tokens) if self.holds_all else copy.deepcopy(self.cache)
+        return replace(self, cache=cache, row=0, is_text=False).cut(tokens)
+
+    def cut(self, tokens: int) -> CacheEntry:
+        """Its first tokens, of which its cache is to have no others."""
+        if self.cache.tokens_seen[0] > tokens:
+            self.cache.rollback(self.cache.tokens_seen[0] - tokens)
+        passes = tuple(each for each in self.passes if each <= tokens)
+        logits = self.logits if tokens == len(self.tokens) else None
+        return replace(self, tokens=self.tokens[:tokens], passes=passes, logits=logits)
+
+    @property
+    def stored(self) -> EntryInfo:
+        """Facts about it for its owner."""
+        return EntryInfo(self.number, self.key.kind, self.key.name, len(self.tokens), self.bytes, "memory")
+
+
+@dataclass(frozen=True)
+class EditedRow:
+    """A row whose tokens were moved to where a prompt has them. `gaps`: positions whose tokens are still to be read.
+
+    `moved`: tokens behind the first edit. `again`: tokens that it had, and that are read again.
+    """
+
+    entry: CacheEntry
+    gaps: tuple[int, ...]
+    moved: int
+    again: int
+
+
+@dataclass(frozen=True)
+class EntryInfo:
+    """Facts about a kept cache for its owner."""
+
+    id: str
+    kind: Kind
+    name: str | None
+    """Name of the prefix (None: unknown, as an earlier run of the server wrote it)."""
+    tokens: int
+    bytes: int
+    place: Literal["memory", "disk"]
+
+
+@dataclass(frozen=True)
+class EntrySelector:
+    """A selection of an owner's caches: all, those of one `name`, or the one with this `id`."""
+
+    owner: str
+    name: str | None = None
+    id: str | None = None
+
+    def has(self, key: CacheKey, number: str) -> bool:
+        """Return True if a cache is among them."""
+        is_own = owner_of(key.tenant) == self.owner
+        return is_own and self.name in (None, key.name) and self.id in (None, number)
