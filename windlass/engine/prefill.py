@@ -11,13 +11,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass.cache.compress import cut_to_budget
-from windlass.cache.edits import holds_all
+from windlass.cache.edits import holds_all, remap, takes_edits
 from windlass.core.errors import UsageError
 from windlass.core.parse import SYSTEM
 from windlass.core.positions import EMPTY
 from windlass.core.step import PROMPT, Pass, Step
 from windlass.engine import recompute
 from windlass.engine.prefix_cache import CacheEntry, EditedRow, Snapshots, key_of
+from windlass.engine.recompute import Alignment, EditPlan
 from windlass.engine.request import Logprob, Request
 from windlass.engine.sampler import logprobs_of
 from windlass.hf.forward import forward
@@ -132,6 +133,43 @@ def rest_of(left: Passes, progress: Progress | None = None) -> Tensor:
             return logits
         if progress is not None:
             progress(*told)
+
+
+@torch.no_grad()
+def revise(model: PreTrainedModel, cache: KVCache, ids: Sequence[int], progress: Progress | None = None) -> int | None:
+    """Change the text of a cache of one row into `ids`, as an edited request does, and return the tokens read.
+
+    Tokens of both texts move to their new positions, evicted ones stay evicted, and other tokens are read. After an
+    error or an interrupt the cache is empty.
+
+    None, and nothing is changed: the texts have no tokens in common, or the cache takes no such edit.
+    """
+    row, old = cache.rows.rows[0], (cache.tokens or [[]])[0]
+    if not old or row.next_position != len(old) or find(cache.policy, OneShot) is not None:
+        return None
+    sinks = int(cache.options.sinks) if row.sinks is None else row.sinks
+    plan = EditPlan.of(Alignment(tuple(ids)).to(tuple(old)), len(ids) + 1, sinks, window=0)
+    gaps, rest = plan.gaps, list(ids[plan.end :])
+    if not plan.cached or not takes_edits(cache, plan.end, bool(gaps)):
+        return None
+    total, done = len(gaps) + len(rest), 0
+    try:
+        remap(cache, plan.moves(len(old)), plan.end)
+        if cache.budget is None:
+            pack(cache)
+        for step in recompute.passes(cache, gaps, dict(enumerate(ids)), 0, is_insert=True):
+            recompute.read_step(model, cache, step)
+            cache.forget_steps()
+            done += step.lengths[0]
+            if progress is not None:
+                progress(done, total)
+        cache.rows = cache.rows.changed(lambda _, one: one.filled(ids[: plan.end]), 0)
+        if rest:
+            rest_of(passes(model, cache, [rest]), None if progress is None else lambda n, _: progress(done + n, total))
+    except BaseException:
+        cache.reset()
+        raise
+    return total
 
 
 def _spans(cache: KVCache, lengths: Sequence[int]) -> list[tuple[int, int]]:
