@@ -206,7 +206,7 @@ def _number(command: str, of: str, text: str) -> int:
 
 def _gist(text: str) -> str:
     """The beginning of a text, in one line."""
-    return shorten(text, get_terminal_size().columns - 14, placeholder=" ...")
+    return shorten(text, max(get_terminal_size().columns - 14, 20), placeholder=" ...")
 
 
 COMMANDS: Final = {

@@ -90,7 +90,7 @@ class Dialogue:
         self.draft = ""
         """A text that the next line begins with, for the user to change."""
         self.branches: dict[str, Branch] = {}
-        """Those that are left for now, by name."""
+        """Branches that are left for now, by name."""
         self._before: KVCache | None = None  # the cache before the last message, where that cannot be rolled back
         self._is_cut_told = False
         if session.cache.tokens is None:
@@ -286,8 +286,8 @@ class Dialogue:
         `path` is its file, which may have the caches of its branches beside it.
         """
         conversation, branches = self._restored(chat), [Branch(self._restored(other)) for other in chat.others]
-        for each in branches if path is not None else ():
-            found = self._cache_in(cache_beside(path, each.conversation.branch))
+        for each in branches:
+            found = None if path is None else self._cache_in(cache_beside(path, each.conversation.branch))
             each.cache = found if found is not None and found.tokens == [each.conversation.ids] else None
         self.branches = {each.conversation.branch: each for each in branches}
         is_held = cache is not None and cache.tokens == [conversation.ids]
