@@ -246,12 +246,13 @@ def test_branches_are_saved_and_survive_a_crash(dialogue: Make, read: Read, tmp_
         cache = None if path is None else windlass.KVCache.load(cache_beside(path), other.session.model)
         assert ", branch main beside sea" in other.take(chat, cache, path)
         assert other.conversation.turns == talk.conversation.turns
+        written = max((tmp_path / "chats").glob("*"), key=lambda each: each.stat().st_mtime_ns)
+        left = conversation.read(written)
+        assert (left.branch, [each.branch for each in left.others]) == ("main", ["sea"])
         other.branch("sea")
         assert other.conversation.turns == talk.branches["sea"].conversation.turns
         assert other.cache.tokens == [other.conversation.ids]
         assert bool(read) == (path is None)
-        left = conversation.read(max((tmp_path / "chats").glob("*"), key=lambda each: each.stat().st_mtime_ns))
-        assert (left.branch, [each.branch for each in left.others]) == ("sea", ["main"])
 
 
 @pytest.mark.parametrize(

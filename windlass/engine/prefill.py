@@ -145,7 +145,7 @@ def revise(model: PreTrainedModel, cache: KVCache, ids: Sequence[int], progress:
     None, and nothing is changed: the texts have no tokens in common, or the cache takes no such edit.
     """
     row, old = cache.rows.rows[0], (cache.tokens or [[]])[0]
-    if not old or row.next_position != len(old) or find(cache.policy, OneShot) is not None:
+    if not old or row.pins or row.next_position != len(old) or find(cache.policy, OneShot) is not None:
         return None
     sinks = int(cache.options.sinks) if row.sinks is None else row.sinks
     plan = EditPlan.of(Alignment(tuple(ids)).to(tuple(old)), len(ids) + 1, sinks, window=0)
@@ -242,7 +242,7 @@ class Reader(PromptReader):
         self._model, self.request, self._snapshots = model, request, snapshots
         is_whole = find(request.options.policy, OneShot) is not None
         takes_any = not (is_whole or request.scores_prompt)
-        edited = snapshots.edited(request) if takes_any else None
+        edited = snapshots.edited(request) if takes_any and not request.pins else None
         kept = edited.entry if edited is not None else snapshots.longest(request) if takes_any else None
         super().__init__(empty_cache(model, request) if kept is None else kept.cache)
         if kept is not None:
@@ -348,7 +348,7 @@ def empty_cache(model: PreTrainedModel, request: Request) -> KVCache:
     """A cache of one row for a request's prompt, which knows its system text."""
     cache = KVCache.from_options(model, request.options)
     if request.options.sinks == SYSTEM:
-        cache.set_sinks(request.head)
+        cache.set_sinks(request.head, pins=request.pins)
     return cache
 
 
