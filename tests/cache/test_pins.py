@@ -172,6 +172,40 @@ def test_a_cut_keeps_pins(attached_model: Models, text: Text) -> None:
         assert sum(len(layer[0]) for layer in held(each)) == tokens * len(each.layers)
 
 
+@pytest.mark.parametrize("policy", ["composite(key_norm)", "composite(h2o)", "recent", "snapkv"])
+def test_pins_behind_the_sinks_are_sinks(attached_model: Models, text: Text, policy: str) -> None:
+    model, ids = attached_model("llama"), text(60, 1)
+    cache, twin = (KVCache(model, **LIMITS | {"budget": 30, "policy": policy}) for _ in "ab")
+    cache.set_sinks(4, pins=[(4, 9), (9, 15)])
+    twin.set_sinks(15)
+    for each in (cache, twin):
+        windlass.prefill(model, each, ids[:, :50].tolist())
+    assert held(cache) == held(twin)
+    for at in range(50, 60):
+        torch.testing.assert_close(*(read(model, each, ids[:, at : at + 1]) for each in (cache, twin)))
+        assert held(cache) == held(twin)
+
+
+@pytest.mark.parametrize("policy", ["recent", "key_diff", "h2o"])
+def test_pins_that_come_late(attached_model: Models, text: Text, policy: str) -> None:
+    """Once kernels have evicted by themselves. Without pins they do so again."""
+    model, ids = attached_model("llama"), text(110, 1)
+    cache = KVCache(model, policy=policy, **LIMITS)
+    cache.set_sinks(4)
+    for at in range(110):
+        if at == 40:
+            cache.set_sinks(4, pins=[(37, 44)])
+        if at == 80:
+            cache.set_sinks(4)
+        read(model, cache, ids[:, at : at + 1])
+        assert (
+            at < 40 or at >= 80 or all({*range(37, min(at + 1, 44))} <= head for layer in held(cache) for head in layer)
+        )
+        assert all(len(head) == min(at + 1, 24) for layer in held(cache) for head in layer)
+    if policy == "recent":
+        assert held(cache) == [[{*range(4), *range(90, 110)}]] * len(cache.layers)
+
+
 def test_pins_that_cannot_be_held_are_refused(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(40, 1)
     cache = KVCache(model, **LIMITS)
