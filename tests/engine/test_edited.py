@@ -249,6 +249,17 @@ def test_sinks_are_held(attached_model: Models, text: Text, policy: str) -> None
         assert all({*range(23)} <= head for layer in held(reader.cache) for head in layer)
 
 
+def test_pinned_tokens_are_read_anew(attached_model: Models, text: Text) -> None:
+    """Where an edit moves evicted tokens to pinned positions."""
+    model, (a, b, c, d) = attached_model("llama"), rows_of(text, 23, 31, 31, 97)
+    options, pins = options_of(budget=64, sinks="system", policy="recent"), ((23, 54),)
+    snapshots = kept(model, a + b + c + d, options=options, head=5, pins=pins)
+    reader = reader_of(model, a + c + b + d, snapshots, options=options, head=5, pins=pins)
+    assert all({*range(23, 54)} <= head for layer in held(reader.cache) for head in layer)
+    again = reader_of(model, [*a, *b, *c, *d, 1], snapshots, options=options, head=5, pins=pins)
+    assert again.cached == len(a + b + c + d)
+
+
 @pytest.mark.parametrize("recall", [0, 400])
 @pytest.mark.parametrize("window", [0, 5])
 def test_random_sessions(one_layer: tuple[PreTrainedModel, PreTrainedModel], window: int, recall: int) -> None:

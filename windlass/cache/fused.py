@@ -105,7 +105,7 @@ class FusedDecode:
         self._tensors = [tensor for handle in handles for weak in handle.tensors if (tensor := weak()) is not None]
         self._end = min(handle.end for handle in handles)
         self._left = min(map(_steps_left, layers, handles))
-        self._has_sinks, self._has_pins = first.rules.row_sinks(asked.step) is not None, asked.step.has_pins
+        self._has_sinks = first.rules.row_sinks(asked.step) is not None
         self._limit = first.rules.limits.rollback
         self._initializes = find(first.policy, Initializer) is not None  # type: ignore[type-abstract]  # none is made
         self._is_kept = any(handle.keeps_observed(hidden.shape[0]) for handle in handles)
@@ -169,7 +169,6 @@ class FusedDecode:
         """Return True if a step is one of those that this was made for."""
         is_like = decoder is self.decoder and mode is self._mode and step.end <= self._end
         is_like = is_like and hidden.shape == self._shape and hidden.dtype is self._dtype
-        is_like = is_like and step.has_pins == self._has_pins
         return is_like and self.has_room(1) and (step.sinks is not None) == self._has_sinks
 
     def has_room(self, tokens: int) -> bool:
