@@ -135,7 +135,7 @@ def check_sinks(
         apart = "" if least == options.budget else f", of which a layer keeps {least},"
         raise UsageError(
             f"sinks: system text and pins have {tokens} tokens, and the budget of {options.budget} tokens{apart} has "
-            f"room for {max(least - window - 1, 0)} beside the window of {window}. Raise budget, shorten the system "
+            f"room for {max(least - window - 1, 0)} beside the window of {window}. Raise budget, shorten or unpin "
             "text, or set sinks to a number"
         )
 
