@@ -11,7 +11,6 @@ import pytest
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
-from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers import chats, cli
@@ -21,7 +20,6 @@ from windlass.cli.chat import conversation
 from windlass.cli.chat.dialogue import Dialogue, Show, cache_beside
 from windlass.cli.chat.run import at_terminal, show_reply
 from windlass.cli.terminal import INTERRUPTED
-from windlass.engine import generate
 
 model, dialogue = cli.model, chats.dialogue  # fixtures
 
@@ -51,18 +49,6 @@ def test_undo_of_everything_is_an_empty_cache(dialogue: Make):
     with pytest.raises(windlass.UsageError, match="no turn to take back"):
         talk.undo()
     assert_same_text(after(talk, SECOND), after(dialogue(), SECOND))
-
-
-def test_undo_past_what_can_be_rolled_back_reads_again(dialogue: Make, model: PreTrainedModel):
-    options: dict[str, Any] = {"budget": 20, "policy": windlass.policies.KeyDiff()}
-    talk = after(dialogue(**options), FIRST, SECOND, THIRD)
-    assert talk.undo() == "the last turn is taken back: the text before it was read again, 2 turns left"
-    twin = windlass.KVCache(model, **options)
-    generate.prefill(model, twin, [talk.conversation.ids])
-    assert (talk.cache.tokens, held(talk.cache)) == (twin.tokens, held(twin))
-    text, _ = talk.conversation.encoded("Then?")
-    wanted = "".join(windlass.stream(model, talk.session.tokenizer, text, twin, 5))
-    assert replies(after(talk, "Then?"))[-1] == wanted
 
 
 def test_retry_draws_another_reply(dialogue: Make):

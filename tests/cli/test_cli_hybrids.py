@@ -62,6 +62,20 @@ def test_a_turn_of_chat_is_taken_back(run: Callable[..., Ran], folder: str) -> N
     assert ran.out.count(once.out.strip()) == 2
 
 
+def test_a_hybrid_reads_edits_again_and_a_branch_not(run: Callable[..., Ran], folder: str) -> None:
+    """With a budget the last message is taken back at once, from a copy of the states."""
+    lines = [PROMPT, "Then he", "/undo", "Then he", "/branch b", "/branch main", "/edit 1 The boat", "/edit 3", "/quit"]
+    ran = run("chat", folder, *OPTIONS, "--budget", "24", stdin="\n".join(lines).encode())
+    assert ran.code == 2
+    assert "the last turn is taken back: rolled back, 1 turn left\n" in ran.err
+    assert ran.out.count(texts_of(folder, [PROMPT, "\nThen he"], 24)[1]) == 2
+    assert ran.err.count("read again") == 1
+    assert "tokens were read again, because this model, or an option of the cache, takes no edits\n" in ran.err
+    assert "branch b copied: 4 messages, " in ran.err
+    assert "branch main goes on: 4 messages, " in ran.err
+    assert "/edit needs the new text here: /edit 3 TEXT. At a terminal it offers the old one\n" in ran.err
+
+
 def test_a_saved_cache_goes_on(run: Callable[..., Ran], folder: str, tmp_path: Path) -> None:
     file = str(tmp_path / "text.cache")
     assert run("cache", folder, PROMPT, "--prompt-cache", file, "--dtype", "float32").code == 0

@@ -250,6 +250,27 @@ def test_sinks_are_held(attached_model: Models, text: Text, policy: str) -> None
         assert all({*range(23)} <= head for layer in held(reader.cache) for head in layer)
 
 
+def test_pins_beyond_the_budget_are_no_request(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    model, options, (ids,) = attached_model("llama"), options_of(budget=64, sinks="system"), rows_of(text, 90)
+    with running(model, tokenizer, kinds=[(1, options)]) as engine:
+        with pytest.raises(UsageError, match="system text and pins have 65 tokens, and the budget of 64"):
+            engine.submit(request_of(ids, options=options, head=5, pins=((10, 70),)))
+        events_of(engine.submit(request_of(ids, 2, options=options, head=5, pins=((10, 40),))))
+
+
+def test_pinned_tokens_are_read_anew(attached_model: Models, text: Text) -> None:
+    """Where an edit moves evicted tokens to pinned positions."""
+    model, (a, b, c, d) = attached_model("llama"), rows_of(text, 23, 31, 31, 97)
+    options, pins = options_of(budget=64, sinks="system", policy="recent"), ((23, 54),)
+    snapshots = kept(model, a + b + c + d, options=options, head=5, pins=pins)
+    reader = reader_of(model, a + c + b + d, snapshots, options=options, head=5, pins=pins)
+    assert all({*range(23, 54)} <= head for layer in held(reader.cache) for head in layer)
+    again = reader_of(model, [*a, *b, *c, *d, 1], snapshots, options=options, head=5, pins=pins)
+    assert again.cached == len(a + b + c + d)
+
+
 @pytest.mark.parametrize("recall", [0, 400])
 @pytest.mark.parametrize("window", [0, 5])
 def test_random_sessions(one_layer: tuple[PreTrainedModel, PreTrainedModel], window: int, recall: int) -> None:

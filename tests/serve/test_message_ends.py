@@ -12,6 +12,8 @@ from tests.helpers.served_engine import engine_served
 from tests.helpers.serving import ask, soon
 from windlass.cache.options import CacheOptions
 from windlass.engine.request import Request, Ticket
+from windlass.engine.sampling import FinishReason
+from windlass.engine.sequence import ActiveRequest
 from windlass.engine.templates import message_ends, rendered, renderer, system_tokens
 from windlass.engine.text import encode
 from windlass.hf.load import load
@@ -121,14 +123,48 @@ def test_pinned_messages_are_kept_or_refused(model: PreTrainedModel) -> None:
         assert asked == [len(encode(tokenizer, each.removeprefix("<|bos|>"), is_start=True)) for each in heads]
         chunk = {"role": "user", "content": [{"type": "chunk", "text": "a"}]}
         for refused, problem in (
-            ({"messages": [system, said, long | {"pin": True}]}, "pin is true in message 2, but message 1"),
             ({"messages": [*pinned, chunk]}, "pin and parts of type chunk exclude each other"),
             ({"messages": [*pinned, long], "sinks": 4, "budget": 64}, 'pin needs rows with sinks "system"'),
             ({"messages": [system, long | {"pin": True}]}, "the budget of 96 tokens has room for 87"),
+            ({"messages": [system, said, long | {"pin": True}]}, "the budget of 96 tokens has room for 87"),
         ):
             answer = ask(port, CHAT, refused)
             assert answer.status == 400
             assert problem in answer.document["error"]["message"]
+
+
+def test_a_pinned_message_in_the_middle_is_kept(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens, wherever they stand, also in the next turn, which reads only what is new."""
+    tokenizer = with_template()
+    options = CacheOptions(budget=96, policy="recent", chunk=16, window=8, sinks="system")
+    long = {"role": "user", "content": "He was sitting in the boat. " * 20}
+    said, note = {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "The river is called Thames."}
+    before = encode(tokenizer, f"[user]{long['content'].strip()}<|eos|>\n[assistant]Yes.<|eos|>\n", is_start=True)
+    pin = encode(tokenizer, "[user]The river is called Thames.<|eos|>\n", is_start=False)
+    wanted = {*range(len(before), len(before) + len(pin))}
+    messages = [long, said, note | {"pin": True}, said, long]
+    with engine_served(model, tokenizer, options, reuse_bytes=1 << 26) as (port, _):
+        held = list[tuple[tuple[tuple[int, int], ...], set[int]]]()
+        end = ActiveRequest._end
+
+        def noted(task: ActiveRequest, reason: FinishReason) -> None:
+            positions = {*task.cache.layers[0].positions[task.index].flatten().tolist()}
+            held.append((task.ticket.request.pins, positions))
+            end(task, reason)
+
+        monkeypatch.setattr(ActiveRequest, "_end", noted)
+        for turn, (pins, is_cached) in enumerate([(True, False), (True, True), (False, False)]):
+            asked = messages if pins else [each | {"pin": False} for each in messages]
+            answer = ask(port, CHAT, {"messages": asked, "max_tokens": 9, "temperature": 0})
+            assert answer.status == 200, answer.body
+            found, positions = held.pop()
+            assert found == (((min(wanted), max(wanted) + 1),) if pins else ())
+            assert (wanted <= positions) == pins
+            cached = answer.document["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert (cached > len(before) + len(pin)) == is_cached
+            if turn == 0:
+                content = answer.document["choices"][0]["message"]["content"]
+                messages = [*messages, {"role": "assistant", "content": content}, {"role": "user", "content": "And?"}]
 
 
 def test_the_system_text_is_kept_or_refused(model: PreTrainedModel) -> None:

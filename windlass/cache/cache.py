@@ -73,12 +73,15 @@ def check_fit(heads: RankHeads | None) -> None:
         )
 
 
-def set_sinks(cache: CacheState, tokens: int, row: int = 0) -> None:
+def set_sinks(cache: CacheState, tokens: int, row: int = 0, pins: Sequence[tuple[int, int]] = ()) -> None:
     """Never evict the first `tokens` of a row from now on. A cache with `sinks="system"` needs it before it reads.
 
-    `windlass.system_tokens` counts those of a system text. Fewer than 4 count as 4, the default.
+    `windlass.system_tokens` counts those of a system text. Fewer than 4 count as 4, the default. `pins`: ranges
+    [start, stop) of further positions that are never evicted. They count against the budget, and a text with pins can't
+    be edited. Layers that hold a whole sliding window evict them once no token sees them.
 
-    Raises: UsageError for a cache with another number of sinks, a row that is not there, or more than the budget holds.
+    Raises: UsageError for a cache with another number of sinks, a row that is not there, more than the budget holds, or
+    pins in a cache that merges.
     """
     if cache.options.sinks != SYSTEM:
         raise UsageError(
@@ -87,27 +90,52 @@ def set_sinks(cache: CacheState, tokens: int, row: int = 0) -> None:
     tokens = whole_number("sinks", tokens, 0, MAX_NUMBER)
     row = whole_number("row", row, 0, cache.batch_size - 1)
     budgets = [layer.budget for layer in cache.layers if not layer.rules.is_whole_window]
-    check_sinks(tokens, cache.options, budgets)
-    cache.text = replace(
-        cache.text, rows=cache.rows.changed(lambda _, one: replace(one, sinks=max(tokens, DEFAULT_SINKS)), row)
-    )
+    sinks, apart = max(tokens, DEFAULT_SINKS), pins_behind(max(tokens, DEFAULT_SINKS), pins)
+    check_sinks(tokens, cache.options, budgets, apart)
+    changed = cache.rows.changed(lambda _, one: replace(one, sinks=sinks, pins=apart), row)
+    cache.text = replace(cache.text, rows=changed)
 
 
-def check_fits(tokens: int, options: CacheOptions, layers: int) -> None:
+def pins_behind(sinks: int, pins: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The positions in these ranges behind the sinks, as ascending ranges apart from each other.
+
+    Raises: UsageError for a range that ends before it starts.
+    """
+    found = list[tuple[int, int]]()
+    for start, stop in sorted(pins):
+        if not 0 <= start <= stop <= MAX_NUMBER:
+            raise UsageError(f"pins: [{start}, {stop}) is no range of positions. Give 0 <= start <= stop")
+        start = max(start, sinks, found[-1][1] if found else 0)
+        if start < stop:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def check_fits(tokens: int, options: CacheOptions, layers: int, pins: Sequence[tuple[int, int]] = ()) -> None:
     """Raises: UsageError where a row with these options, in a model of so many layers, has no room for the sinks."""
     if options.sinks == SYSTEM:
-        check_sinks(tokens, options, [leaf.limits.budget for leaf in leaves_of(options, layers)])
+        budgets = [leaf.limits.budget for leaf in leaves_of(options, layers)]
+        check_sinks(tokens, options, budgets, pins_behind(max(tokens, DEFAULT_SINKS), pins))
 
 
-def check_sinks(tokens: int, options: CacheOptions, budgets: Iterable[int | None]) -> None:
-    """Raises: UsageError for more sinks than one of the budgets has room for, beside the window and one token."""
+def check_sinks(
+    tokens: int, options: CacheOptions, budgets: Iterable[int | None], pins: Sequence[tuple[int, int]] = ()
+) -> None:
+    """Raises: UsageError for more sinks and pins than one of the budgets has room for, beside the window and one token,
+    and for pins where tokens are merged into others."""
+    if pins and options.merge is not None:
+        raise UsageError(
+            f"pins: merge={options.merge} averages evicted tokens into those that stay, pinned ones among them. Leave "
+            "merge or the pins out"
+        )
+    tokens += sum(stop - start for start, stop in pins)
     window = options.limits.window
     least = min((budget for budget in budgets if budget is not None), default=None)
     if least is not None and max(tokens, DEFAULT_SINKS) + window + 1 > least:
         apart = "" if least == options.budget else f", of which a layer keeps {least},"
         raise UsageError(
             f"sinks: system text and pins have {tokens} tokens, and the budget of {options.budget} tokens{apart} has "
-            f"room for {max(least - window - 1, 0)} beside the window of {window}. Raise budget, shorten the system "
+            f"room for {max(least - window - 1, 0)} beside the window of {window}. Raise budget, shorten or unpin "
             "text, or set sinks to a number"
         )
 

@@ -36,6 +36,12 @@ def compress(cache: CacheState, budget: int, window: int | None = None) -> None:
     options = replace(was, budget=budget, window=was.window if window is None else window)
     if was.budget is not None and budget > was.budget:
         raise UsageError(f"compress to {budget} tokens, but the cache keeps {was.budget}. A budget can only be lowered")
+    kept, window = cache.rows.most_kept, options.limits.window
+    if kept + window + 1 > budget:
+        raise UsageError(
+            f"compress to {budget} tokens, but a row never evicts its {kept} sinks and pins and the {window} newest. "
+            f"Take a budget of at least {kept + window + 1}, or lower them with set_sinks"
+        )
     for layer in cache.layers:
         table = layer.table
         if layer.policy.needs.statistics and table.occupancy_bound > budget and not table.statistics:
@@ -105,7 +111,7 @@ def cut_to_budget(cache: CacheState) -> None:
     if one_shot is not None and one_shot.shares_budget:
         sharing = [layer for layer in cache.layers if not (layer.is_empty or layer.rules.is_whole_window)]
         sharing = [layer for layer in sharing if layer not in blind]
-        sinks = None if here.sinks is None else max(here.sinks.counts)
+        sinks = None if here.sinks is None else cache.rows.most_kept
         budgets = (
             shared_budgets([_contested(layer, here) for layer in sharing], cache.limits, cache.heads, sinks)
             if sharing
@@ -153,4 +159,6 @@ def _contested(layer: SlotLayer, here: Step) -> Scores:
     ends, limits = here.next_positions[:, None, None], layer.rules.limits
     sinks = limits.sinks if here.sinks is None else here.sinks.per_slot
     is_free = (layer.positions >= sinks) & (layer.positions < ends - limits.window)
+    if here.sinks is not None:
+        is_free &= ~here.sinks.pinned(layer.positions)
     return score.nan_to_num(nan=least, posinf=most, neginf=least).masked_fill(~is_free, -torch.inf).cpu()

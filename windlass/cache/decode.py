@@ -230,7 +230,8 @@ class DecodeKernel:
         recall = None
         if table.recall is not None and (recall := _recall(table, rotary, keys, bound)) is None:
             return None
-        retention, heads = _retention(rules), table.score_heads
+        # A kernel that evicts knows no pins, so it leaves that to the policy.
+        retention, heads = None if step.has_pins else _retention(rules), table.score_heads
         visible = rules.visibility if step.sinks is None else replace(rules.visibility, reach=None, sinks=0)
         slots = DecodeSlots(*held, heads, tables, call.scale, visible, call.softcap, retention, recall, rule)
         if (kernel := kernels.decode_of(slots, queries)) is None:
@@ -377,4 +378,4 @@ def _numbers(asked: LayerStep) -> tuple[object, ...]:
     """Sizes and numbers that all steps of one kernel share."""
     (queries, keys, values), call = asked.states, asked.call
     sizes = queries.shape, keys.shape, values.shape, queries.dtype, keys.dtype, values.dtype
-    return *sizes, tuple(asked.table.state), call.scale, call.softcap, asked.step.sinks is None
+    return *sizes, tuple(asked.table.state), call.scale, call.softcap, asked.step.sinks is None, asked.step.has_pins

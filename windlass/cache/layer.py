@@ -48,6 +48,8 @@ from windlass.positions.modes import PositionMode
 from windlass.positions.rotary import Rotary, Rotation
 from windlass.stores.base import Parts, Store
 
+HIGHEST: Final = torch.finfo(torch.float32).max / 2  # score of a token that may be evicted
+
 
 @final
 class SlotLayer(Layer):
@@ -461,6 +463,9 @@ def _evict(
     assert rules.budget is not None, "eviction without a budget"
     count, evicted_count = table.slots - rules.budget, table.occupancy_bound - rules.budget
     (sinks, window), row_sinks = rules.protected, rules.row_sinks(record.step)
+    if row_sinks is not None and row_sinks.pins is not None:
+        # All of them fit in the budget, so it is enough that no other score is as high.
+        score = score.float().clamp(max=HIGHEST).masked_fill(row_sinks.pinned(table.positions), torch.inf)
     evicted, before = kernels.evict(
         EvictionInput(
             score=score,

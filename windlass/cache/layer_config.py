@@ -172,12 +172,14 @@ class LayerConfig:
         return None if self.is_whole_window else step.sinks
 
     def visible_in(self, step: Step) -> Visibility:
-        """`visibility` with the sinks of a step's rows. Where rows differ, no reach: `seen_until` tells it."""
+        """`visibility` with the sinks of a step's rows. Where they differ or have pins, `seen_until` is the reach."""
         visible, sinks = self.visibility, step.sinks
         if sinks is None or visible.reach is None or self.budget is None:
             return visible
         count, *others = {*sinks.counts}
-        return replace(visible, reach=None if others else self.budget - count + 1, sinks=0 if others else count)
+        if others or sinks.pins is not None:
+            return replace(visible, reach=None, sinks=0)
+        return replace(visible, reach=self.budget - count + 1, sinks=count)
 
     @cached_property
     def visibility(self) -> Visibility:

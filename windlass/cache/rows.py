@@ -68,7 +68,7 @@ class RowState:
     drafts aside. The first `known_ids` of `ids` are the tokens fed, edits aside. `ids` is None where any came without
     ids. `padding` has the ranges of columns that were no tokens. `pictures` are those of the text, dropped ones
     included: the text after them goes on at places that differ from its positions. The first `sinks` positions are
-    never evicted (default: the number in the cache's options).
+    never evicted (default: the number in the cache's options), nor are those in the ranges of `pins`.
     """
 
     tokens_seen: int = 0
@@ -81,6 +81,7 @@ class RowState:
     padding: Padding = ()
     pictures: tuple[Picture, ...] = ()
     sinks: int | None = None
+    pins: tuple[tuple[int, int], ...] = ()
 
     @property
     def tokens(self) -> list[int] | None:
@@ -94,7 +95,7 @@ class RowState:
     @property
     def _key(self) -> tuple[object, ...]:
         counts = self.tokens_seen, self.next_position, self.columns, self.since_edit
-        return *counts, self.prompts, self.tokens, self.pictures, self.sinks
+        return *counts, self.prompts, self.tokens, self.pictures, self.sinks, self.pins
 
     @property
     def offset(self) -> int:
@@ -132,6 +133,7 @@ class RowState:
             self.padding if tokens == columns else extended(self.padding, self.columns, columns, is_token),
             self.pictures,
             self.sinks,
+            self.pins,
         )
 
     def told(self, ids: Sequence[int] | None) -> RowState:
@@ -233,7 +235,18 @@ class RowTable:
         if all(row.sinks is None for row in self.rows):
             return None
         counts = tuple(DEFAULT_SINKS if row.sinks is None else row.sinks for row in self.rows)
-        return RowSinks(counts, torch.tensor(counts, device=device))
+        ranges = max(len(row.pins) for row in self.rows)
+        pins = [[*row.pins, *[(0, 0)] * (ranges - len(row.pins))] for row in self.rows]
+        return RowSinks(
+            counts=counts,
+            tensor=torch.tensor(counts, device=device),
+            pins=torch.tensor(pins, device=device) if ranges else None,
+        )
+
+    @property
+    def most_kept(self) -> int:
+        """The most positions of any row that are never evicted, where rows have sinks of their own."""
+        return max((row.sinks or 0) + sum(stop - start for start, stop in row.pins) for row in self.rows)
 
     @property
     def prompts(self) -> list[tuple[tuple[int, int], ...]]:
@@ -356,7 +369,14 @@ class RowTable:
         return RowTable(tuple(row.told(own) for row, own in zip(self.rows, ids, strict=True)))
 
     def moved_to(self, ends: Sequence[int], row: int | None) -> RowTable:
-        """The table with the texts of one row, or of all, ending at `ends`."""
+        """The table with the texts of one row, or of all, ending at `ends`.
+
+        Raises: UsageError for a row with pins, which would then be of other tokens.
+        """
+        if any(each.pins for each in (self.rows if row is None else [self.rows[row]])):
+            raise UsageError(
+                "an edit would move tokens away from the positions that are pinned. Call set_sinks without pins first"
+            )
         return self.changed(lambda index, one: one.moved_to(ends[index]), row)
 
     def edited(self, row: int | None) -> RowTable:

@@ -360,14 +360,15 @@ class TableView:
         return int((self.positions >= 0).sum(-1).max())
 
     def within_reach(self, rules: LayerConfig) -> TableView:
-        """The view with the last query that sees each slot, for rows with different sinks.
+        """The view with the last query that sees each slot, for rows with pins, or with different sinks.
 
-        The policy keeps sinks and the newest tokens.
+        The policy keeps sinks, pins and the newest tokens.
         """
         assert self.step.sinks is not None, "rows that are alike"
         assert rules.budget is not None, "a reach without a budget"
-        sinks, positions = self.step.sinks.per_slot, self.positions
-        until = (positions + rules.budget - sinks).where(positions >= sinks, MAX_NUMBER)
+        sinks, positions = self.step.sinks, self.positions
+        is_evictable = (positions >= sinks.per_slot) & ~sinks.pinned(positions)
+        until = (positions + rules.budget - sinks.kept_before(positions)).where(is_evictable, MAX_NUMBER)
         return replace(self, seen_until=until.to(positions.dtype))
 
     def kept(self) -> TableView:

@@ -11,7 +11,16 @@ from torch import Tensor
 from windlass.core.inputs import Mass
 from windlass.core.parse import MAX_NUMBER
 from windlass.core.positions import EMPTY, Places
-from windlass.core.types import ObservedColumns, Picker, Queries, QueryPositions, RowCounts, SlotIndex, TokenIds
+from windlass.core.types import (
+    ObservedColumns,
+    Picker,
+    Queries,
+    QueryPositions,
+    RowCounts,
+    SlotIndex,
+    SlotPositions,
+    TokenIds,
+)
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -34,15 +43,38 @@ def no_inference_mode(function: Callable[Arguments, Result]) -> Callable[Argumen
 
 @dataclass(frozen=True)
 class RowSinks:
-    """How many of its first positions each row never evicts, on the host and on the device."""
+    """How many of its first positions each row never evicts, on the host and on the device.
+
+    `pins` (batch, ranges, 2) are ranges [start, stop) of further positions that it never evicts (None: no row has any).
+    """
 
     counts: tuple[int, ...]
     tensor: RowCounts
+    pins: Tensor | None = None
 
     @property
     def per_slot(self) -> Tensor:
         """(batch, 1, 1), beside the positions of slots."""
         return self.tensor[:, None, None]
+
+    def pinned(self, positions: SlotPositions) -> Tensor:
+        """A mask of the positions (batch, score_heads, slots) that are pinned."""
+        found = torch.zeros_like(positions, dtype=torch.bool)
+        for start, stop in self._ranges():
+            found |= (positions >= start) & (positions < stop)
+        return found
+
+    def kept_before(self, positions: SlotPositions) -> Tensor:
+        """The number of sinks and pinned positions before each of these, which are no sinks."""
+        count = self.per_slot.expand_as(positions)
+        for start, stop in self._ranges():
+            count = count + (torch.minimum(positions, stop) - start).clamp(min=0)
+        return count
+
+    def _ranges(self) -> list[tuple[Tensor, Tensor]]:
+        """Starts and stops, each (batch, 1, 1)."""
+        pins = [] if self.pins is None else self.pins.unbind(1)
+        return [(each[:, 0, None, None], each[:, 1, None, None]) for each in pins]
 
 
 @dataclass(frozen=True)
@@ -91,6 +123,11 @@ class Step:
     """True if the tokens fill a gap of the text, which goes on behind them."""
     sinks: RowSinks | None = None
     """Sinks of each row (None: all rows have the sinks of the limits)."""
+
+    @property
+    def has_pins(self) -> bool:
+        """Return True if a row has pinned positions."""
+        return self.sinks is not None and self.sinks.pins is not None
 
     @cached_property
     def known_places(self) -> Places:

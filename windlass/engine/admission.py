@@ -130,7 +130,7 @@ def check_request(
     if not limits.alone and not any(is_alike(kind, request.options) for kind in kinds):
         told = "; ".join(str(kind.labels()) for kind in kinds)
         raise UsageError(f"no row has these options, {request.options.labels()}. Take one of: {told}")
-    check_fits(request.head, request.options, len(attached(model).rotaries))
+    check_fits(request.head, request.options, len(attached(model).rotaries), request.pins)
     if request.parts is not None:
         check_parts(request.parts, len(prompt), request.options, kept_bytes)
 

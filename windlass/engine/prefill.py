@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass.cache.compress import cut_to_budget
-from windlass.cache.edits import holds_all
+from windlass.cache.edits import holds_all, remap, takes_edits
 from windlass.core.errors import UsageError
 from windlass.core.parse import SYSTEM
 from windlass.core.positions import EMPTY
@@ -20,6 +20,7 @@ from windlass.engine import recompute
 from windlass.engine.decode import logprobs_of
 from windlass.engine.prefix_cache import Snapshots, key_of, pack
 from windlass.engine.prefix_entry import CacheEntry, EditedRow
+from windlass.engine.recompute import Alignment, EditPlan
 from windlass.engine.request import Logprob, Request
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
@@ -135,6 +136,43 @@ def rest_of(left: Passes, progress: Progress | None = None) -> Tensor:
             progress(*told)
 
 
+@torch.no_grad()
+def revise(model: PreTrainedModel, cache: KVCache, ids: Sequence[int], progress: Progress | None = None) -> int | None:
+    """Change the text of a cache of one row into `ids`, as an edited request does, and return the tokens read.
+
+    Tokens of both texts move to their new positions, evicted ones stay evicted, and other tokens are read. After an
+    error or an interrupt the cache is empty.
+
+    None, and nothing is changed: the texts have no tokens in common, or the cache takes no such edit.
+    """
+    row, old = cache.rows.rows[0], (cache.tokens or [[]])[0]
+    if not old or row.pins or row.next_position != len(old) or find(cache.policy, OneShot) is not None:
+        return None
+    sinks = int(cache.options.sinks) if row.sinks is None else row.sinks
+    plan = EditPlan.of(Alignment(tuple(ids)).to(tuple(old)), len(ids) + 1, sinks, window=0)
+    gaps, rest = plan.gaps, list(ids[plan.end :])
+    if not plan.cached or not takes_edits(cache, plan.end, bool(gaps)):
+        return None
+    total, done = len(gaps) + len(rest), 0
+    try:
+        remap(cache, plan.moves(len(old)), plan.end)
+        if cache.budget is None:
+            pack(cache)
+        for step in recompute.passes(cache, gaps, dict(enumerate(ids)), 0, is_insert=True):
+            recompute.read_step(model, cache, step)
+            cache.forget_steps()
+            done += step.lengths[0]
+            if progress is not None:
+                progress(done, total)
+        cache.rows = cache.rows.changed(lambda _, one: one.filled(ids[: plan.end]), 0)
+        if rest:
+            rest_of(passes(model, cache, [rest]), None if progress is None else lambda n, _: progress(done + n, total))
+    except BaseException:
+        cache.reset()
+        raise
+    return total
+
+
 def _spans(cache: KVCache, lengths: Sequence[int]) -> list[tuple[int, int]]:
     """The columns [start, stop) of each pass over prompts of these lengths.
 
@@ -205,7 +243,7 @@ class Reader(PromptReader):
         self._model, self.request, self._snapshots = model, request, snapshots
         is_whole = find(request.options.policy, OneShot) is not None
         takes_any = not (is_whole or request.scores_prompt)
-        edited = snapshots.edited(request) if takes_any else None
+        edited = snapshots.edited(request) if takes_any and not request.pins else None
         kept = edited.entry if edited is not None else snapshots.longest(request) if takes_any else None
         super().__init__(empty_cache(model, request) if kept is None else kept.cache)
         if kept is not None:
@@ -319,5 +357,5 @@ def empty_cache(model: PreTrainedModel, request: Request) -> KVCache:
     """A cache of one row for a request's prompt, which knows its system text."""
     cache = KVCache.from_options(model, request.options)
     if request.options.sinks == SYSTEM:
-        cache.set_sinks(request.head)
+        cache.set_sinks(request.head, pins=request.pins)
     return cache

@@ -36,7 +36,7 @@ class CacheKey:
     @classmethod
     def of(cls, kind: Kind, request: Request, options: CacheOptions, prefix: tuple[int, ...] = ()) -> CacheKey:
         """The key of a request's own caches with these options."""
-        sinks = request.head if options.sinks == SYSTEM else None
+        sinks = request.kept if options.sinks == SYSTEM else None
         return cls(kind, request.tenant, request.reuse.name, (*options.labels().values(), sinks), prefix)
 
 

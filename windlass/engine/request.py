@@ -104,6 +104,7 @@ class Request:
     joined, not read in order. None: no parts. `seconds`: the request fails once it took longer, its wait for a row
     included. None: the engine's limit. `ends`: the number of prompt tokens before the end of each message, where known.
     `head`: the number of tokens of the system text, with all that the chat template puts before a user's first message.
+    `pins`: ranges [start, stop) of its tokens behind the head that are never evicted.
     `hidden`: the special tokens that have no text. None: all of them.
     """
 
@@ -124,7 +125,13 @@ class Request:
     parts: PromptParts | None = None
     ends: tuple[int, ...] = ()
     head: int = 0
+    pins: tuple[tuple[int, int], ...] = ()
     hidden: frozenset[int] | None = None
+
+    @property
+    def kept(self) -> int | str:
+        """The tokens that are never evicted, as a part of a key."""
+        return f"{self.head} {self.pins}" if self.pins else self.head
 
     @cached_property
     def pass_ends(self) -> tuple[int, ...]:

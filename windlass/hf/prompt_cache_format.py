@@ -185,6 +185,7 @@ class RowHeader(_Model):
     prompts: tuple[tuple[Count, Count], ...]
     pictures: tuple[tuple[int, int, int], ...]
     sinks: Count | None
+    pins: tuple[tuple[Count, Count], ...] = ()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -263,7 +264,7 @@ class Header(_Model):
             raise ValueError(f"its policy wraps more than {MAX_WRAPPED} others")
         if not 0 < len(self.rows) == self.options.batch:
             raise ValueError(f"it has {len(self.rows)} rows, and its options a batch of {shown(self.options.batch)}")
-        if self.options.limits.sinks != SYSTEM and any(row.sinks is not None for row in self.rows):
+        if self.options.limits.sinks != SYSTEM and any(row.sinks is not None or row.pins for row in self.rows):
             raise ValueError(f"a row has sinks of its own, and its options do not say {SYSTEM!r}")
         return self
 

@@ -94,7 +94,7 @@ class InputMessage(Body):
     role: Literal["user", "assistant", "system"]
     content: Text | Annotated[list[AnyBlock], Field(fail_fast=True)]
     pin: bool = False
-    """Never evict the tokens of this message. All messages before it must be pinned, or of the system."""
+    """Never evict the tokens of this message."""
 
     def messages(self) -> list[dict[str, Any]]:
         """The messages as `prompts.conversation` has them. Each result of a call is a message of its own."""

@@ -210,19 +210,17 @@ def chunks_of(messages: Messages) -> list[Chunk]:
     return [part for each in messages for part in each["content"] if isinstance(part, Chunk)]
 
 
-def pins_of(messages: Sequence[Mapping[str, Any]]) -> int:
-    """The number of messages up to the last one that is pinned.
+def pins_of(messages: Sequence[Mapping[str, Any]]) -> tuple[int, list[int]]:
+    """The number of messages up to the last one that is pinned with all before it, and the numbers of further ones.
 
-    Raises: BadField where one before it is neither pinned nor of the system, and for chunks in the conversation.
+    Messages of the system count as pinned. Raises: BadField for pins and chunks in one conversation.
     """
-    last = max((at for at, each in enumerate(messages) if each.get(PIN)), default=-1)
-    for at, each in enumerate(messages[: last + 1]):
-        if not each.get(PIN) and each["role"] not in HEAD:
-            problem = f"is true in message {last}, but message {at} before it can be evicted. Pin that one too"
-            raise BadField(PIN, problem)
-    if last >= 0 and chunks_of(messages):
+    pins = [at for at, each in enumerate(messages) if each.get(PIN)]
+    if pins and chunks_of(messages):
         raise BadField(PIN, "and parts of type chunk exclude each other. Leave one of them out")
-    return last + 1
+    loose = (at for at, each in enumerate(messages) if not each.get(PIN) and each["role"] not in HEAD)
+    end = next(loose, len(messages))
+    return max((at + 1 for at in pins if at < end), default=0), [at for at in pins if at >= end]
 
 
 # Tokens before the prefix, before the suffix, and before the text to write between them.
@@ -349,7 +347,9 @@ class Prompt:
     """See `ends` and `head` of `Request`."""
     head: int = 0
     pins: int = 0
-    """The number of first messages that are never evicted. They belong to the head."""
+    """The number of pinned messages. The first ones belong to the head."""
+    pinned: tuple[tuple[int, int], ...] = ()
+    """See `pins` of `Request`."""
 
     @classmethod
     def of(cls, texts: Sequence[tuple[int, ...]], chunks: Sequence[tuple[int, ...]]) -> "Prompt":
@@ -413,7 +413,7 @@ class PromptTokenizer:
                 400, "this model has no chat template. Send a prompt to /v1/completions", "messages", "no_chat_template"
             )
         # A mark stands for each chunk, so that the template cannot join its tokens with those around it.
-        mark, chunks, pins = secrets.token_hex(16), chunks_of(messages), pins_of(messages)
+        mark, chunks, (pins, later) = secrets.token_hex(16), chunks_of(messages), pins_of(messages)
         numbers = iter(range(len(chunks)))
         given = written(messages, lambda _: f"<{mark}-{next(numbers)}>")
         with self._lock:
@@ -424,9 +424,15 @@ class PromptTokenizer:
             render = renderer(self.tokenizer, form, tools, variables)
             ends = () if chunks or not self._marks_messages else message_ends(self.tokenizer, render, given, text)
             head = head_tokens(self.tokenizer, render, given, text)
-            pinned = tokens_until(self.tokenizer, render, given[:pins], text) if pins else 0
-            if pinned is None:
-                raise BadField(PIN, "needs a chat template that shows where a message ends. Leave it out")
+
+            def until(count: int) -> int:
+                tokens = tokens_until(self.tokenizer, render, given[:count], text)
+                if tokens is None:
+                    raise BadField(PIN, "needs a chat template that shows where a message ends. Leave it out")
+                return tokens
+
+            head = max(head, until(pins) if pins else 0)
+            pinned = tuple((until(at), until(at + 1)) for at in later)
             texts = []
             for number in range(len(chunks)):
                 before, *behind = text.split(f"<{mark}-{number}>")
@@ -441,7 +447,13 @@ class PromptTokenizer:
                 text = behind[0]
             prompt = Prompt.of(self._pieces([*texts, text]), [self._chunk(each) for each in chunks])
             return replace(
-                prompt, form=reply, has_begun_thought=begun_thought, ends=ends, head=max(head, pinned), pins=pins
+                prompt,
+                form=reply,
+                has_begun_thought=begun_thought,
+                ends=ends,
+                head=head,
+                pins=pins + len(later),
+                pinned=pinned,
             )
 
     def reads(self, name: str) -> bool:

@@ -182,6 +182,7 @@ class RequestBuilder:
                 parts=parts_of(body.chunks, prompt),
                 ends=prompt.ends,
                 head=prompt.head,
+                pins=prompt.pinned,
                 hidden=hidden,
             )
             for at, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))

@@ -307,7 +307,7 @@ class PromptMessage(Body):
     content: Content
     name: Label | None = None
     pin: bool = False
-    """Never evict the tokens of this message. All messages before it must be pinned, or of the system."""
+    """Never evict the tokens of this message."""
 
 
 class AssistantMessage(Body):

@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import get_terminal_size
+from textwrap import shorten
 from typing import Any, Final
 
 from windlass.cli.chat.dialogue import Dialogue, kept
@@ -95,6 +97,35 @@ class ChatCommands:
         is_read_again = self._dialogue.tell(None if text == "-" else text)
         note("the system text is changed" + (". The conversation was read again under it" if is_read_again else ""))
 
+    def history(self, text: str) -> None:
+        conversation = self._dialogue.conversation
+        if conversation.system is not None:
+            say(f"     system  {_gist(conversation.system)}\n")
+        for number, message in enumerate(conversation.messages, 1):
+            say(f"{number:4} {'you' if number % 2 else 'model':7} {_gist(message)}\n")
+
+    def edit(self, text: str) -> None:
+        digits, *rest = text.split(maxsplit=1)
+        number = _number("/edit", "a message", digits)
+        conversation = self._dialogue.conversation
+        conversation.turn_of(number)
+        if rest:
+            note(self._dialogue.edit(number, rest[0]))
+        else:
+            self._dialogue.draft = f"/edit {number} {conversation.messages[number - 1]}"
+
+    def rewind(self, text: str) -> None:
+        self._dialogue.rewind(_number("/rewind", "messages", text))
+
+    def branch(self, text: str) -> None:
+        if text:
+            note(self._dialogue.branch(text))
+            return
+        here = self._dialogue.here
+        branches = {**self._dialogue.branches, here.conversation.branch: here}
+        for name, branch in sorted(branches.items()):
+            say(f"{'*' if branch is here else ' '} {name:12} {branch.told}\n")
+
     def set(self, text: str) -> None:
         name, *values = re.split(r"[\s=]+", text, maxsplit=1)
         name, value = name.strip("-").replace("-", "_"), "".join(values)
@@ -166,10 +197,30 @@ class ChatCommands:
             self._dialogue.max_tokens = number
 
 
+def _number(command: str, of: str, text: str) -> int:
+    """A number of messages. Raises: UsageError for other text."""
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise UsageError(f"{command} takes the number of {of}, got {text!r}. /history lists the messages")
+    return int(text)
+
+
+def _gist(text: str) -> str:
+    """The beginning of a text, in one line."""
+    return shorten(text, max(get_terminal_size().columns - 14, 20), placeholder=" ...")
+
+
 COMMANDS: Final = {
     "help": Command("", "lists the commands", ChatCommands.help),
     "save": Command("FILE", "saves the conversation", ChatCommands.save),
     "load": Command("FILE", "continues a saved conversation instead of this one", ChatCommands.load),
+    "history": Command("", "lists the messages by number", ChatCommands.history),
+    "edit": Command(
+        "N [TEXT]", "gives message N another text, and reads only that (no TEXT: offers the old one)", ChatCommands.edit
+    ),
+    "rewind": Command("N", "goes back to the first N messages, answers the last if it is yours", ChatCommands.rewind),
+    "branch": Command(
+        "[NAME]", "goes on in a copy, or in branch NAME where it exists, or lists all", ChatCommands.branch
+    ),
     "undo": Command("", "takes back the last message and its reply", ChatCommands.undo),
     "retry": Command("", "writes the last reply again, with another seed", ChatCommands.retry),
     "system": Command("[TEXT]", "changes the system text (-: none) and reads the rest again", ChatCommands.system),

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,8 @@ from windlass.core.errors import UsageError
 from windlass.core.files import read_bytes
 from windlass.engine import templates
 from windlass.engine.text import encode
+
+MAIN: Final = "main"  # the first branch
 
 
 @dataclass(frozen=True)
@@ -42,13 +45,19 @@ class Conversation:
     they are the message itself, on a new line. `start` are the ids of a text before the first turn. Where that text
     ends within a message, the first turn goes on with it.
 
+    `branch` is its name among conversations that begin alike.
+
     Raises: UsageError as `tell` does.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, start: Sequence[int] = (), system: str | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        start: Sequence[int] = (),
+        system: str | None = None,
+        branch: str = MAIN,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.branch = tokenizer, branch
         self.start, self.turns = list(start), list[Exchange]()
         self.system: str | None = None
         if system is not None:
@@ -63,6 +72,38 @@ class Conversation:
     def ids(self) -> list[int]:
         """Ids of the whole text, including tokens before the first turn."""
         return [*self.start, *(token for turn in self.turns for token in (*turn.prompt, *turn.tokens))]
+
+    @property
+    def messages(self) -> list[str]:
+        """Texts of the user's messages and the replies, in turn."""
+        return [text for turn in self.turns for text in (turn.line, turn.reply)]
+
+    def turn_of(self, number: int) -> int:
+        """The index of the turn of a message, the first of which is 1. Raises: UsageError for another number."""
+        if not 1 <= number <= 2 * len(self.turns):
+            has = f"has the messages 1 to {2 * len(self.turns)}" if self.turns else "has no message yet"
+            raise UsageError(f"message {number} is not there: this conversation {has}. /history lists them")
+        return (number - 1) // 2
+
+    def edit(self, number: int, text: str) -> None:
+        """Replace the text of a message, and encode the conversation anew.
+
+        Raises: UsageError, and changes nothing, for a message that is not there, or as `missing` does.
+        """
+        at, before = self.turn_of(number), list(self.turns)
+        turn = self.turns[at]
+        self.turns[at] = replace(turn, line=text) if number % 2 else replace(turn, reply=text, tokens=[])
+        try:
+            self.encode_again()
+        except UsageError:
+            self.turns = before
+            raise
+
+    def copied(self, branch: str) -> "Conversation":
+        """A copy under another name."""
+        twin = Conversation(self._tokenizer, self.start, branch=branch)
+        twin.system, twin.turns = self.system, list(self.turns)
+        return twin
 
     def tell(self, system: str | None) -> None:
         """Change the system text, and with it the ids of all prompts (None: no system text).
@@ -123,6 +164,13 @@ class Conversation:
             self.turns[at] = replace(turn, prompt=prompt, tokens=tokens)
 
 
+def checked_branch(name: str) -> str:
+    """The name of a branch. Raises: UsageError for one that is no part of a file's name."""
+    if not re.fullmatch(r"[\w-]{1,40}", name):
+        raise UsageError(f"branch {name!r} is no name. Use up to 40 letters, digits, - and _")
+    return name
+
+
 KIND: Final = "windlass chat"
 VERSION: Final = 1
 
@@ -139,7 +187,8 @@ class Origin:
 class SavedChat:
     """A conversation as a file has it.
 
-    `pending` is a message that has no reply yet, with an empty one. `skipped` lines could not be read.
+    `pending` is a message that has no reply yet, with an empty one. `skipped` lines could not be read. `others` are
+    further branches of it.
     """
 
     origin: Origin
@@ -149,6 +198,8 @@ class SavedChat:
     turns: list[Exchange]
     pending: Exchange | None = None
     skipped: int = 0
+    branch: str = MAIN
+    others: tuple["SavedChat", ...] = ()
 
     @property
     def is_exact(self) -> bool:
@@ -159,7 +210,7 @@ class SavedChat:
 def lines_of(origin: Origin, conversation: Conversation) -> str:
     """The lines of a whole conversation."""
     time = datetime.now().astimezone().isoformat(timespec="seconds")
-    before = {"system": conversation.system, "start": conversation.start}
+    before = {"system": conversation.system, "start": conversation.start, "branch": conversation.branch}
     header = _line({"kind": KIND, "version": VERSION, **vars(origin), "time": time, **before})
     return header + "".join(asked(turn) + replied(turn) for turn in conversation.turns)
 
@@ -181,7 +232,7 @@ def read(path: Path) -> SavedChat:
     """
     what = f"conversation {path}"
     chat: SavedChat | None = None
-    skipped = 0
+    branches, skipped = dict[str, SavedChat](), 0
     for raw in read_bytes(path, what).splitlines():
         record = _record(raw)
         if record.get("kind") == KIND:
@@ -193,9 +244,13 @@ def read(path: Path) -> SavedChat:
             chat = _with(chat, record)
         else:
             skipped += 1
+        if chat is not None:
+            branches[chat.branch] = chat
     if chat is None:
         raise UsageError(f"{what} is not one that windlass saved. Give a file that /save wrote")
-    return replace(chat, skipped=skipped)
+    del branches[chat.branch]
+    others = tuple(replace(each, skipped=skipped) for each in branches.values())
+    return replace(chat, skipped=skipped, others=others)
 
 
 def _begun(record: dict[str, Any], what: str) -> SavedChat:
@@ -207,7 +262,14 @@ def _begun(record: dict[str, Any], what: str) -> SavedChat:
     except ValueError:
         time = datetime.fromtimestamp(0)
     origin = Origin(str(record.get("model")), str(record.get("fingerprint")))
-    return SavedChat(origin, time, system if isinstance(system, str) else None, _ids(record.get("start")), [])
+    return SavedChat(
+        origin=origin,
+        time=time,
+        system=system if isinstance(system, str) else None,
+        start=_ids(record.get("start")),
+        turns=[],
+        branch=checked_branch(str(record.get("branch", MAIN))),
+    )
 
 
 def _with(chat: SavedChat, record: dict[str, Any]) -> SavedChat:

@@ -1,12 +1,15 @@
-"""A conversation with a model on one cache. Every turn feeds only new tokens, and the newest can be undone."""
+"""A conversation with a model on one cache. Turns and edits of earlier messages feed only new tokens."""
 
+import copy
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from windlass.cache.edits import holds_all
 from windlass.cli.chat import conversation as chat_file
-from windlass.cli.chat.conversation import UNDO, Conversation, Exchange, Journal, SavedChat
+from windlass.cli.chat.conversation import UNDO, Conversation, Exchange, Journal, SavedChat, checked_branch
 from windlass.cli.session import Choices, Session, keep_system, write
 from windlass.cli.terminal import Bar, note, per_s, speeds
 from windlass.core.errors import UsageError, WindlassError
@@ -14,6 +17,7 @@ from windlass.core.files import check_writable, replacing
 from windlass.core.parse import in_units
 from windlass.engine import generate
 from windlass.engine.generate import Stream
+from windlass.engine.prefill import revise
 from windlass.engine.sampling import Result, Sampling
 from windlass.engine.templates import of_system
 from windlass.hf.forward import vocabulary_of
@@ -21,6 +25,43 @@ from windlass.hf.kv_cache import KVCache
 
 Show = Callable[[Stream], int]
 MAX_SEED: Final = 2**62
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The number of tokens that a cache read to hold a conversation. `is_anew`: all of them, once it was emptied.
+
+    `has_lost`: because it has evicted some of them, and not because it takes no edits.
+    """
+
+    tokens: int = 0
+    is_anew: bool = False
+    has_lost: bool = False
+
+    @property
+    def told(self) -> str:
+        """A report for the user."""
+        if not self.is_anew:
+            return f"{self.tokens:,} token{'' if self.tokens == 1 else 's'} read" if self.tokens else "nothing was read"
+        why = "the cache has evicted some" if self.has_lost else "this model, or an option of the cache, takes no edits"
+        return f"all {self.tokens:,} tokens were read again, because {why}"
+
+
+@dataclass
+class Branch:
+    """A conversation that is left for now, with its cache, and the cache as it was before its last message."""
+
+    conversation: Conversation
+    cache: KVCache | None = None
+    before: KVCache | None = None
+
+    @property
+    def told(self) -> str:
+        """A line of a list of branches."""
+        caches = [each for each in (self.cache, self.before) if each is not None]
+        size = sum(each.bytes_held + each.recall_bytes for each in caches)
+        messages = 2 * len(self.conversation.turns)
+        return f"{messages:,} messages, {len(self.conversation.ids):,} tokens, {in_units(size)}"
 
 
 class Dialogue:
@@ -46,6 +87,11 @@ class Dialogue:
         self._choices = Choices(session.cache, session.given)
         self.journal, self._show = journal, show
         self.latest: Result | None = None
+        self.draft = ""
+        """A text that the next line begins with, for the user to change."""
+        self.branches: dict[str, Branch] = {}
+        """Branches that are left for now, by name."""
+        self._before: KVCache | None = None  # the cache before the last message, where that cannot be rolled back
         self._is_cut_told = False
         if session.cache.tokens is None:
             raise UsageError("the token ids of this prompt cache are not known. Use it with `windlass generate`")
@@ -57,6 +103,11 @@ class Dialogue:
         """The cache that holds the text."""
         return self.session.cache
 
+    @property
+    def here(self) -> Branch:
+        """The branch that goes on."""
+        return Branch(self.conversation, self.cache, self._before)
+
     def answer(self, line: str) -> int:
         """Write the reply to `line`. Returns an exit code where it was interrupted.
 
@@ -66,6 +117,7 @@ class Dialogue:
         text, prompt = self.conversation.encoded(line)
         before = self.conversation.ids
         self.catch_up()
+        self._keep_before(len(prompt) + self.max_tokens)
         asked = Exchange(line, "", prompt)
         self.journal.add(self.conversation, chat_file.asked(asked))
         try:
@@ -113,10 +165,55 @@ class Dialogue:
         """Undo the last message and its reply. Returns a report. Raises: UsageError when there is none."""
         self._take_last()
         self.journal.add(self.conversation, UNDO)
-        is_read_again = self.catch_up()
+        reading = self.catch_up()
         left = _turns(len(self.conversation.turns))
-        how = "the text before it was read again" if is_read_again else "rolled back"
-        return f"the last turn is taken back: {how}, {left} left"
+        return f"the last turn is taken back: {reading.told if reading.tokens else 'rolled back'}, {left} left"
+
+    def rewind(self, messages: int) -> int:
+        """Go back to the first `messages`, and answer the last of them if it is of the user.
+
+        Returns an exit code where the reply was interrupted. Raises: UsageError where there are fewer.
+        """
+        turns, at = self.conversation.turns, messages // 2
+        if messages:
+            self.conversation.turn_of(messages)
+        line = turns[at].line if messages % 2 else None
+        del turns[at:]
+        self.journal.begin(self.conversation)
+        note(f"{_turns(at)} left, {self.catch_up().told}")
+        return 0 if line is None else self.answer(line)
+
+    def edit(self, message: int, text: str) -> str:
+        """Replace the text of a message, and move what follows it. Returns a report.
+
+        Raises: UsageError, and changes nothing, for a message that is not there, or a chat template that fails.
+        """
+        self.conversation.edit(message, text)
+        self.journal.begin(self.conversation)
+        return f"message {message} is changed, {self.catch_up().told}"
+
+    def branch(self, name: str) -> str:
+        """Go on in a copy of the conversation, or in the branch that has this name. Returns a report.
+
+        Raises: UsageError for a name that a file could not have.
+        """
+        checked_branch(name)
+        if name == self.conversation.branch:
+            return f"this is branch {name}"
+        left = self.here
+        found = self.branches.pop(name, None)
+        if found is None:
+            self.catch_up()
+            cache, before = copy.deepcopy((self.cache, self._before))
+            entered = Branch(self.conversation.copied(name), cache, before)
+        else:
+            entered = found
+        self.branches[left.conversation.branch] = left
+        self._enter(entered)
+        self.journal.begin(self.conversation)
+        reading, how = self.catch_up(), "copied" if found is None else "goes on"
+        read = f", {reading.told}" if reading.tokens else ""
+        return f"branch {name} {how}: {entered.told}{read}. /branch {left.conversation.branch} goes back"
 
     def retry(self) -> int:
         """Write the last reply anew, under another seed where it is drawn. Raises: UsageError when there is none."""
@@ -135,36 +232,39 @@ class Dialogue:
                 self.journal.begin(self.conversation)
 
     def reset(self) -> None:
-        """Forget everything but the system text."""
+        """Forget everything but the system text, and other branches."""
         self.cache.reset()
-        system = self.conversation.system
-        self.conversation = Conversation(self.session.tokenizer, system=system)
+        self._before = None
+        system, branch = self.conversation.system, self.conversation.branch
+        self.conversation = Conversation(self.session.tokenizer, system=system, branch=branch)
         self.journal.begin(self.conversation)
 
     def tell(self, system: str | None) -> bool:
-        """Change the system text. Returns True if the conversation was read again.
+        """Change the system text. Returns True if the conversation was read again, as all of it follows that text.
 
         Raises: UsageError, and changes nothing.
         """
         self.conversation.tell(system)
         self.journal.begin(self.conversation)
-        return self.catch_up()
+        return self.catch_up(is_edit=False).tokens > 0
 
     def save(self, path: Path) -> None:
         """Write the conversation to `path`, and the cache beside it.
 
         Raises: UsageError where another file exists, and WindlassError when one cannot be written.
         """
-        beside = cache_beside(path)
         check_writable(path, "conversation")
         if path.exists() and path.stat().st_size:
             chat_file.read(path)  # another kind of file is not replaced
         self.catch_up()
-        if self.conversation.ids:
-            self.cache.save(beside, tokenizer=self.session.tokenizer)
+        others = {cache_beside(path, name): each.cache for name, each in self.branches.items()}
+        for beside, cache in {cache_beside(path): self.cache, **others}.items():
+            if cache is not None and any(cache.tokens_seen):
+                cache.save(beside, tokenizer=self.session.tokenizer)
+        conversations = [*(each.conversation for each in self.branches.values()), self.conversation]
         try:
             with replacing(path) as temporary:
-                lines = chat_file.lines_of(self.journal.origin, self.conversation)
+                lines = "".join(chat_file.lines_of(self.journal.origin, each) for each in conversations)
                 temporary.write_bytes(lines.encode("utf-8", "replace"))
         except OSError as error:
             raise UsageError(f"conversation {path} cannot be written: {error.strerror}. Save elsewhere") from None
@@ -178,49 +278,56 @@ class Dialogue:
         """
         chat = chat_file.read(path)
         self.check_own(chat, path)
-        beside, cache = cache_beside(path), None
-        if beside.exists():
-            try:
-                cache = KVCache.load(beside, self.session.model, tokenizer=self.session.tokenizer)
-            except WindlassError as error:
-                note(f"windlass: note: {error}")
-        return self.take(chat, cache)
+        return self.take(chat, self._cache_in(cache_beside(path)), path)
 
-    def take(self, chat: SavedChat, cache: KVCache | None = None) -> str:
-        """Continue a saved conversation, on `cache` where that holds its text. Returns a report."""
-        conversation = Conversation(self.session.tokenizer, chat.start, chat.system)
-        conversation.turns = list(chat.turns)
-        if not chat.is_exact or max(conversation.ids, default=0) >= vocabulary_of(self.session.model):
-            conversation.turns = [replace(turn, prompt=[], tokens=[]) for turn in chat.turns]
-            conversation.encode_again()
-        if cache is not None and cache.tokens == [conversation.ids]:
-            self.session = replace(self.session, cache=cache)
-            self._choices.cache = cache
-        self.conversation = conversation
-        self.journal.begin(conversation)
-        is_read_again = self.catch_up()
+    def take(self, chat: SavedChat, cache: KVCache | None = None, path: Path | None = None) -> str:
+        """Continue a saved conversation, on `cache` where that holds its text. Returns a report.
+
+        `path` is its file, which may have the caches of its branches beside it.
+        """
+        conversation, branches = self._restored(chat), [Branch(self._restored(other)) for other in chat.others]
+        for each in branches:
+            found = None if path is None else self._cache_in(cache_beside(path, each.conversation.branch))
+            each.cache = found if found is not None and found.tokens == [each.conversation.ids] else None
+        self.branches = {each.conversation.branch: each for each in branches}
+        is_held = cache is not None and cache.tokens == [conversation.ids]
+        self._enter(Branch(conversation, cache if is_held else self.cache))
+        for each in (*branches, self.here):
+            self.journal.begin(each.conversation)
+        reading = self.catch_up(is_edit=False)
         told = f"{_turns(len(conversation.turns))}, {len(conversation.ids):,} tokens"
+        if self.branches:
+            told += f", branch {chat.branch} beside {', '.join(sorted(self.branches))}"
         if chat.skipped:
             told += f", {chat.skipped} line{'s' * (chat.skipped > 1)} of the file could not be read"
-        return told + (", its text was read again" if is_read_again else "")
+        return told + (", its text was read again" if reading.tokens else "")
 
-    def catch_up(self) -> bool:
-        """Make the cache hold exactly the conversation. Returns True if any of it was read again."""
+    def catch_up(self, is_edit: bool = True) -> Reading:
+        """Make the cache hold exactly the conversation, and read no token again where the cache permits.
+
+        `is_edit`: its tokens may be moved, as the text in the cache is that of the conversation before a change.
+        """
         wanted, held = self.conversation.ids, self._held()
-        if held[: len(wanted)] == wanted and len(held) > len(wanted) > 0:
-            try:
-                self.cache.rollback(len(held) - len(wanted))
-                return False
-            except UsageError:  # more than the cache can roll back
-                self.cache.reset()
-        elif held != wanted[: len(held)]:
+        if not wanted:
+            self.cache.reset()
+            return Reading()
+        is_begun = held == wanted[: len(held)]
+        is_cut = not is_begun and held[: len(wanted)] == wanted
+        has_lost = is_cut and not self._can_cut
+        if not is_begun and is_edit and not (is_cut and self._rolled_back(wanted)) and not has_lost:
+            with Bar("reading", 0) as bar:
+                tokens = revise(self.session.model, self.cache, wanted, bar)
+            if tokens is not None:
+                return Reading(tokens)
+        is_anew = self._held() != wanted[: len(self._held())]
+        if is_anew:
             self.cache.reset()
         keep_system(self.cache, self.session.tokenizer, of_system(self.conversation.system))
         rest = wanted[len(self._held()) :]
         if rest:
             with Bar("reading again", len(rest)) as bar:
                 generate.prefill(self.session.model, self.cache, [rest], bar)
-        return bool(rest)
+        return Reading(len(rest), is_anew and bool(rest), has_lost)
 
     def status(self) -> str:
         """One line: tokens seen and kept, bytes, and the speed of the latest reply."""
@@ -228,9 +335,66 @@ class Dialogue:
         told = f"{cache.tokens_seen[0]:,} tokens seen, {kept(cache):,} kept, {in_units(cache.bytes_held)}"
         return told if self.latest is None else f"{told}, {per_s(self.latest.decode_tokens_per_s)}"
 
+    def _rolled_back(self, wanted: list[int]) -> bool:
+        """Take the end of the text in the cache back, with what it has evicted. Returns False where nothing can."""
+        with suppress(UsageError):  # more than the cache can roll back
+            self.cache.rollback(len(self._held()) - len(wanted))
+            return True
+        if self._before is None or self._before.tokens != [wanted]:
+            return False
+        self._use(self._before)
+        self._before = None
+        return True
+
+    @property
+    def _can_cut(self) -> bool:
+        """Return True if the cache lacks none of the tokens before its newest."""
+        is_whole = not any(layer.history.has_evicted for layer in self.cache.layers_to_read)
+        return is_whole or self.cache.options.recall > 0
+
+    def _keep_before(self, tokens: int) -> None:
+        """Copy the cache before so many tokens come, where it could not be rolled back after them.
+
+        A cache without a budget is not copied, as it grows with the text. One with recall need not be.
+        """
+        cache = self.cache
+        is_copied = cache.budget is not None and not cache.options.recall
+        is_copied = is_copied and holds_all(cache) < cache.tokens_seen[0] + tokens
+        self._before = copy.deepcopy(cache) if is_copied else None
+
     def _held(self) -> list[int]:
-        """The ids of the text in the cache."""
+        """The ids of the text in the cache. A text of unknown ids is forgotten."""
+        if self.cache.tokens is None:
+            self.cache.reset()
         return (self.cache.tokens or [[]])[0]
+
+    def _use(self, cache: KVCache) -> None:
+        self.session = replace(self.session, cache=cache)
+        self._choices.cache = cache
+
+    def _enter(self, branch: Branch) -> None:
+        self.conversation, self._before = branch.conversation, branch.before
+        cache = branch.cache
+        self._use(KVCache.from_options(self.session.model, self.cache.options) if cache is None else cache)
+
+    def _cache_in(self, file: Path) -> KVCache | None:
+        """The cache in a file, or None where there is none, or one that does not fit, which is reported."""
+        if not file.exists():
+            return None
+        try:
+            return KVCache.load(file, self.session.model, tokenizer=self.session.tokenizer)
+        except WindlassError as error:
+            note(f"windlass: note: {error}")
+            return None
+
+    def _restored(self, chat: SavedChat) -> Conversation:
+        """A saved conversation, whose ids are made from its texts where they are not all there."""
+        conversation = Conversation(self.session.tokenizer, chat.start, chat.system, chat.branch)
+        conversation.turns = list(chat.turns)
+        if not chat.is_exact or max(conversation.ids, default=0) >= vocabulary_of(self.session.model):
+            conversation.turns = [replace(turn, prompt=[], tokens=[]) for turn in chat.turns]
+            conversation.encode_again()
+        return conversation
 
     def _take_last(self) -> Exchange:
         if not self.conversation.turns:
@@ -247,9 +411,9 @@ class Dialogue:
             )
 
 
-def cache_beside(path: Path) -> Path:
-    """Where the cache of a conversation that is saved in `path` is."""
-    return path.with_name(path.name + ".cache")
+def cache_beside(path: Path, branch: str | None = None) -> Path:
+    """Where the cache of a conversation that is saved in `path` is, or that of another of its branches."""
+    return path.with_name(f"{path.name}{'' if branch is None else f'.{branch}'}.cache")
 
 
 def kept(cache: KVCache) -> int:

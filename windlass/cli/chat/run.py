@@ -55,7 +55,7 @@ def chat(session: Session, asked: PromptInput, arguments: ChatArguments) -> int:
         saved = conversation.read(arguments.conversation)
         dialogue.check_own(saved, arguments.conversation)
         with unechoed():
-            note(dialogue.take(saved, session.cache))
+            note(dialogue.take(saved, session.cache, arguments.conversation))
     if not dialogue.conversation.has_template:
         note("windlass: note: this model has no chat template: it continues your text and does not answer")
     code = at_terminal(dialogue, folder) if is_terminal else _from_pipe(dialogue)
@@ -85,6 +85,8 @@ def _from_pipe(dialogue: Dialogue) -> int:
             break
         if code:
             return code
+        if dialogue.draft:
+            raise UsageError("/edit needs the new text here: /edit 3 TEXT. At a terminal it offers the old one")
     return 0
 
 
@@ -96,7 +98,8 @@ def at_terminal(dialogue: Dialogue, folder: Path | None) -> int:
     offer(dialogue.journal)
     while True:
         try:
-            line = screen.ask(dialogue.status())
+            draft, dialogue.draft = dialogue.draft, ""
+            line = screen.ask(dialogue.status(), draft)
         except KeyboardInterrupt:
             return INTERRUPTED
         try:
