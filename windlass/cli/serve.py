@@ -139,6 +139,7 @@ class ServeArguments:
     replicas: Replicas = None
     ray: RayAddress = None
     origins: Origins = None
+    speculate: take.Speculate = None
 
 
 @expanded
@@ -241,6 +242,7 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "Serve
         reuse_folder=asked.reuse_folder,
         disk_bytes=parse_bytes("--disk", asked.disk or "1GiB"),
         origins=tuple(asked.origins or ()),
+        speculate=asked.speculate,
     )
 
 

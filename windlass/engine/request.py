@@ -104,7 +104,8 @@ class Request:
     joined, not read in order. None: no parts. `seconds`: the request fails once it took longer, its wait for a row
     included. None: the engine's limit. `ends`: the number of prompt tokens before the end of each message, where known.
     `head`: the number of tokens of the system text, with all that the chat template puts before a user's first message.
-    `hidden`: the special tokens that have no text. None: all of them.
+    `hidden`: the special tokens that have no text. None: all of them. `speculate`: see `engine.speculate`. None: the
+    engine's own.
     """
 
     prompt: tuple[int, ...]
@@ -125,6 +126,7 @@ class Request:
     ends: tuple[int, ...] = ()
     head: int = 0
     hidden: frozenset[int] | None = None
+    speculate: str | None = None
 
     @cached_property
     def pass_ends(self) -> tuple[int, ...]:

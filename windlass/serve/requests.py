@@ -184,6 +184,7 @@ class RequestBuilder:
                 ends=prompt.ends,
                 head=prompt.head,
                 hidden=hidden,
+                speculate=body.speculate,
             )
             for at, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))
         )
