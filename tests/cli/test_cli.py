@@ -127,6 +127,18 @@ def test_sampling_options_reach_the_sampler(run: Callable[..., Ran], in_library:
     assert run(*generate(PROMPT, *options, "8")).out != in_library(sampling=sampling).text + "\n"
 
 
+def test_drafts_change_no_text(run: Callable[..., Ran]):
+    said = "The sea was calm. " * 6
+    for command, prompt in (("generate", (said,)), ("chat", ())):
+        plain, drafted = (
+            run(command, MODEL, *prompt, "-n", "30", *more, stdin=said.encode())
+            for more in ((), ("--speculate", "lookup"))
+        )
+        assert (drafted.code, drafted.out) == (0, plain.out)
+    refused = run("generate", MODEL, said, "--speculate", "draft")
+    assert_refused(refused, "speculate='draft' is no kind of drafts. Use 'lookup' or 'off'")
+
+
 def test_a_prompt_cache_goes_on_as_if_never_stopped(run: Callable[..., Ran], tmp_path: Path):
     file = tmp_path / "half.safetensors"
     # The pieces part at the end of a token.
