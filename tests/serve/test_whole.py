@@ -75,7 +75,6 @@ def test_texts_are_those_of_the_library(
     assert soon(lambda: engine.status().free_rows == 2)
 
 
-
 def test_a_client_asks_for_drafts(server: tuple[int, Scheduler]) -> None:
     port, engine = server
     texts, steps = list[str](), list[int]()
@@ -90,6 +89,7 @@ def test_a_client_asks_for_drafts(server: tuple[int, Scheduler]) -> None:
     assert steps[1] < 30
     refused = ask(port, "/v1/completions", complete(prompt="She", speculate="draft"))
     assert (refused.status, refused.document["error"]["param"]) == (400, "speculate")
+
 
 def test_a_schema_binds_the_real_model(server: tuple[int, Scheduler]) -> None:
     """Which knows nothing of JSON."""
