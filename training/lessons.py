@@ -15,7 +15,7 @@ from training.false_numbers import with_false_numbers
 from training.tasks import Again, AnyKey, Mixed
 from windlass.evals import Task
 from windlass.evals import texts as keys
-from windlass.evals.tasks import vt
+from windlass.evals.tasks import hidden
 from windlass.evals.tasks.niah import ABOVE, RULER, Multiturn, Needles, Wording
 from windlass.evals.tasks.words import CommonWords, FrequentWords
 from windlass.evals.texts import NOISE, NOISE_LINES, Filler
@@ -190,7 +190,7 @@ def lessons(books: Books) -> dict[str, Lesson]:
         return Mixed(books, draw.randint(1, max(1, min(MOST_QUESTIONS, length // QUESTION_TOKENS))))
 
     def chain_after_example(_: random.Random, length: int) -> Task:
-        return vt.Variables(hops=max(1, min(4, (length - 260) // 75)))  # what there is room for
+        return hidden.Variables(hops=max(1, min(4, (length - 260) // 75)))  # what there is room for
 
     return {
         "novel": Reading(books),
@@ -209,7 +209,9 @@ def lessons(books: Books) -> dict[str, Lesson]:
         "pairs": Pairing(),
         "uuids": Exam(Hidden([None, books], RULER, "uuids", "uuids")),
         "several": Exam(several, HAYSTACK),
-        "vt": Exam(lambda draw, _: vt.Variables(hops=draw.randint(1, 4)), answer=in_a_row, start=vt.BEFORE),
+        "vt": Exam(
+            lambda draw, _: hidden.Variables(hops=draw.randint(1, 4)), answer=in_a_row, start=hidden.CHAIN_BEFORE
+        ),
         "vt_example": Exam(chain_after_example, answer=in_a_row),
         "cwe": Exam(lambda *_: CommonWords(), answer=numbered),
         "fwe": Exam(lambda *_: FrequentWords(), answer=in_a_row),

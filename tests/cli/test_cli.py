@@ -12,6 +12,7 @@ import windlass
 from tests.helpers import cli
 from tests.helpers.cli import LAST_LINE, PROMPT, Ran, assert_refused, generate
 from tests.helpers.models import MODEL
+from windlass.engine.speculate import Drafter
 from windlass.policies import FROM_FILES, NAMES, WRAPPERS, KeyDiff
 
 run, model, tokenizer, in_library = cli.run, cli.model, cli.tokenizer, cli.in_library  # fixtures
@@ -125,6 +126,27 @@ def test_sampling_options_reach_the_sampler(run: Callable[..., Ran], in_library:
     options += ["--repetition-penalty", "1.3", "--seed"]
     assert run(*generate(PROMPT, *options, "7")).out == in_library(sampling=sampling).text + "\n"
     assert run(*generate(PROMPT, *options, "8")).out != in_library(sampling=sampling).text + "\n"
+
+
+def test_drafts_change_no_text(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
+    said, drafted = "The sea was calm. " * 6, list[int]()
+    draft = Drafter.draft
+
+    def counted(own: Drafter, most: int) -> list[int]:
+        drafts = draft(own, most)
+        drafted.append(len(drafts))
+        return drafts
+
+    monkeypatch.setattr(Drafter, "draft", counted)
+    for command, prompt in (("generate", (said,)), ("chat", ())):
+        plain = run(command, MODEL, *prompt, "-n", "30", stdin=said.encode())
+        assert not drafted
+        found = run(command, MODEL, *prompt, "-n", "30", "--speculate", "lookup", stdin=said.encode())
+        assert (found.code, found.out) == (0, plain.out)
+        assert sum(drafted) > 3
+        drafted.clear()
+    refused = run("generate", MODEL, said, "--speculate", "draft")
+    assert_refused(refused, "speculate='draft' is no kind of drafts. Use 'lookup' or 'off'")
 
 
 def test_a_prompt_cache_goes_on_as_if_never_stopped(run: Callable[..., Ran], tmp_path: Path):

@@ -48,7 +48,7 @@ class Driven:
         """Write so many tokens. Returns the number of computed rows of each step."""
         self.computed.clear()
         for _ in range(count):
-            for row, logits in self.lane.step({row: text[-1] for row, text in self.texts.items()}).items():
+            for row, logits in self.lane.step({row: text[-1:] for row, text in self.texts.items()}).items():
                 self.texts[row].append(int(logits.argmax()))
         return list(self.computed)
 

@@ -1,6 +1,6 @@
 """Errors of the engine: who is told, who goes on, and when it gives up."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 from torch import Tensor
@@ -85,7 +85,7 @@ def test_three_failed_steps_are_the_end_though_all_else_is_well(
     options = options_of(budget=18) if is_alone else options_of()
     real = Lane.step
 
-    def step(lane: Lane, tokens: Mapping[int, int]) -> dict[int, Tensor]:
+    def step(lane: Lane, tokens: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
         if lane.serves(options):
             raise RuntimeError("out of luck")
         return real(lane, tokens)

@@ -25,8 +25,8 @@ from windlass.evals.grid import Cell, ListOptions, SampleSpec, SizedSample, fit,
 from windlass.evals.results import Case
 from windlass.evals.run import STRIDE, Runner, answered, cache_of, predicted
 from windlass.evals.tasks import NAMES
+from windlass.evals.tasks.hidden import PassKey
 from windlass.evals.tasks.niah import ABOVE, Multiturn, Needles
-from windlass.evals.tasks.passkey import PassKey
 from windlass.evals.texts import NOVEL
 
 run, model, tokenizer = cli.run, cli.model, cli.tokenizer  # fixtures

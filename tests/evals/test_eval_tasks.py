@@ -11,9 +11,8 @@ from tests.helpers import models
 from windlass.evals import Question, Sample
 from windlass.evals.grid import SampleSpec, fit
 from windlass.evals.tasks import NAMES
+from windlass.evals.tasks.hidden import PassKey, Variables
 from windlass.evals.tasks.niah import Needles
-from windlass.evals.tasks.passkey import PassKey
-from windlass.evals.tasks.vt import Variables
 from windlass.evals.tasks.words import CommonWords, FrequentWords
 from windlass.evals.texts import PAIRS, SENTENCES, Noise, Novel, hide
 

@@ -8,7 +8,7 @@ import signal
 import time
 from pathlib import Path
 
-from windlass.evals.tasks.passkey import PassKey
+from windlass.evals.tasks.hidden import PassKey
 
 HERE = Path({folder!r})
 

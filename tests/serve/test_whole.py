@@ -75,6 +75,22 @@ def test_texts_are_those_of_the_library(
     assert soon(lambda: engine.status().free_rows == 2)
 
 
+def test_a_client_asks_for_drafts(server: tuple[int, Scheduler]) -> None:
+    port, engine = server
+    texts, steps = list[str](), list[int]()
+    for speculate in ("off", "lookup"):
+        before = engine.status().steps_total
+        body = complete(prompt=PROMPTS[2], max_tokens=40, temperature=0, speculate=speculate)
+        texts.append(ask(port, "/v1/completions", body).document["choices"][0]["text"])
+        assert soon(lambda: not engine.status().rows)
+        steps.append(engine.status().steps_total - before)
+    assert texts[0] == texts[1]
+    assert steps[0] == 39
+    assert steps[1] < 30
+    refused = ask(port, "/v1/completions", complete(prompt="She", speculate="draft"))
+    assert (refused.status, refused.document["error"]["param"]) == (400, "speculate")
+
+
 def test_a_schema_binds_the_real_model(server: tuple[int, Scheduler]) -> None:
     """Which knows nothing of JSON."""
     port, _ = server

@@ -18,7 +18,7 @@ from training.learner import check
 from training.lessons import ANSWER, GUESS, HAYSTACK, PROSE, QUESTION, lessons
 from training.options import MIX
 from training.rows import Batches, Row, Rows
-from windlass.evals.tasks import vt
+from windlass.evals.tasks import hidden
 from windlass.hf.load import load
 
 NEEDLE = re.compile(r"One of the special magic \w+ for ([\w-]+) is: ([\w-]+)\.")
@@ -166,7 +166,7 @@ def test_a_mixed_text_asks_for_all_that_it_tells(rows: Rows):
 def test_a_chain_is_followed_by_all_its_names(rows: Rows):
     row = rows.row("0", 500, "vt")
     said = decoded(rows, row.tokens)
-    assert said.count(vt.BEFORE) == 1
+    assert said.count(hidden.CHAIN_BEFORE) == 1
     ((start, end),) = row.answers
     names = re.findall(r"VAR (\w{5}) = ", said)
     assert rows.tokenizer.decode(row.tokens[start:end]) == f" {' '.join(names)}\n"

@@ -21,6 +21,7 @@ def generate(
     max_tokens: options.MaxTokens = 256,
     sampling: Sampling,
     stop: options.Stop = None,
+    speculate: options.Speculate = None,
     load: options.LoadOptions,
     loudness: options.Verbosity,
     is_json: options.Json = False,
@@ -44,7 +45,12 @@ def generate(
         from windlass.cli import session
 
     asked = session.PromptInput(
-        system=template.system, is_raw=template.is_raw, max_tokens=max_tokens, sampling=sampling, stop=stop
+        system=template.system,
+        is_raw=template.is_raw,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop=stop,
+        speculate=speculate,
     )
     shown = session.OutputMode.of(is_json, is_json_stream)
     given = limits if prompt_cache is None else as_typed(limits, unset)
@@ -69,6 +75,7 @@ def chat(
     max_tokens: options.MaxTokens = 256,
     sampling: Sampling,
     stop: options.Stop = None,
+    speculate: options.Speculate = None,
     kept: options.ChatArguments,
     load: options.LoadOptions,
     loudness: options.Verbosity,
@@ -83,7 +90,7 @@ def chat(
         from windlass.cli import session
         from windlass.cli.chat import run
 
-    asked = session.PromptInput(system=system, max_tokens=max_tokens, sampling=sampling, stop=stop)
+    asked = session.PromptInput(system=system, max_tokens=max_tokens, sampling=sampling, stop=stop, speculate=speculate)
     with terminal.quiet(loudness.is_quiet):
         file = run.cache_to_load(kept, prompt_cache)
         given = limits if file is None else as_typed(limits, unset)

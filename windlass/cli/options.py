@@ -366,6 +366,16 @@ Stop = Annotated[
     list[str] | None,
     Option("--stop", metavar="TEXT", callback=unescaped, help="Stop before this text (\\n: a line break). Repeatable."),
 ]
+Speculate = Annotated[
+    str | None,
+    Option(
+        "--speculate",
+        metavar="lookup",
+        autocompletion=names_of(("lookup", "off")),
+        help="Draft tokens that followed the last ones earlier in the text, and verify them together. The text is "
+        "the same, written faster where it repeats (default: off).",
+    ),
+]
 Seed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Same seed, same text.")]
 
 Dtype = Annotated[

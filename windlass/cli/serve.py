@@ -141,6 +141,7 @@ class ServeArguments:
     replicas: Replicas = None
     ray: RayAddress = None
     origins: Origins = None
+    speculate: take.Speculate = None
 
 
 @expanded
@@ -243,6 +244,7 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "Serve
         reuse_folder=asked.reuse_folder,
         disk_bytes=parse_bytes("--disk", asked.disk or "1GiB"),
         origins=tuple(asked.origins or ()),
+        speculate=asked.speculate,
     )
 
 

@@ -51,6 +51,7 @@ from windlass.engine import generate as engine
 from windlass.engine import templates
 from windlass.engine.generate import Stream
 from windlass.engine.sampling import Result, Sampling
+from windlass.engine.speculate import is_lookup
 from windlass.engine.templates import system_tokens
 from windlass.engine.text import encode
 from windlass.hf import prompt_cache
@@ -171,9 +172,11 @@ class PromptInput:
     max_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
     stop: list[str] | None = None
+    speculate: str | None = None
 
     def __post_init__(self) -> None:
         check_max_tokens(self.max_tokens)
+        is_lookup(self.speculate)
         if "" in (self.stop or ()):
             raise UsageError("--stop is an empty text, which every text begins with. Leave it out")
         if self.is_raw and self.system is not None:
@@ -285,6 +288,7 @@ def generate(
             asked.sampling,
             asked.stop,
             progress,
+            asked.speculate,
         )
         with Bar("reading", stream.result.prompt_tokens) as bar:
             code = write(_each(stream, write_frame), shown is not OutputMode.JSON, shown is OutputMode.JSON_STREAM)

@@ -113,6 +113,11 @@ class Sampler:
             self._seen.scatter_(1, chosen, True)
         return chosen
 
+    def next_token(self, logits: Tensor) -> int:
+        """The next token of the only row, from its (vocabulary,) `logits`."""
+        self.prepare()
+        return int(self.choose(logits[None]))
+
     def _penalised(self, scores: Tensor) -> Tensor:
         if self._seen is None:
             self._seen = torch.zeros_like(scores, dtype=torch.bool)

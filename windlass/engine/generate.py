@@ -20,6 +20,7 @@ from windlass.core.step import PROMPT, Pass
 from windlass.engine.decode import Decoder, Sampler, graph_for, wait_for
 from windlass.engine.prefill import Progress, end_of_text, passes, rest_of, whole_passes
 from windlass.engine.sampling import FinishReason, Result, Sampling
+from windlass.engine.speculate import Drafter, is_drafted, most_drafts, read_drafted, take_back
 from windlass.engine.text import TextStream, encode, stops_of
 from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
@@ -97,6 +98,11 @@ class RowText:
         self.reason: FinishReason = "interrupted"
         self._pieces: list[str] = []
         self._stream, self._max_tokens = stream, max_tokens
+
+    @property
+    def left(self) -> int:
+        """The most tokens that may follow."""
+        return self._max_tokens - len(self.tokens)
 
     @property
     def text(self) -> str:
@@ -179,6 +185,7 @@ def stream(
     sampling: Sampling | None = None,
     stop: Sequence[str | int] | None = None,
     progress: Progress | None = None,
+    speculate: str | None = None,
 ) -> "Stream":
     """Generate the text that follows `prompt`, piece by piece, see `Stream`.
 
@@ -186,12 +193,17 @@ def stream(
     ends before a string of `stop`, or at one of its token ids, as in `generate`. Text that may still become a stop
     string is held back until that is decided.
 
-    Raises: UsageError for an empty prompt, a cache of several rows, or an argument of another type.
+    `speculate="lookup"` drafts the tokens that followed the last ones earlier in the text, and verifies several in one
+    pass. The text is the same, also under the same seed, but for near ties that bfloat16 rounds otherwise. A piece may
+    have several tokens.
+
+    Raises: UsageError for an empty prompt, a cache of several rows, an argument of another type, or `speculate` with a
+    model that cannot take drafts back.
     """
     check_reading(model, cache, progress)
     if cache.batch_size != 1:
         raise UsageError(f"stream writes one text, but the cache has batch={cache.batch_size}. Use windlass.generate")
-    return Stream(_Run(model, tokenizer, [prompt], cache, max_tokens, sampling, stop, progress))
+    return Stream(_Run(model, tokenizer, [prompt], cache, max_tokens, sampling, stop, progress, speculate))
 
 
 def generate(
@@ -203,6 +215,7 @@ def generate(
     sampling: Sampling | None = None,
     stop: Sequence[str | int] | None = None,
     progress: Progress | None = None,
+    speculate: str | None = None,
 ) -> list[Result]:
     """Generate the texts that follow `prompts`, one per row of the cache (default: a new cache without a budget).
 
@@ -211,7 +224,7 @@ def generate(
     ids replace those. With an empty list only `max_tokens` ends a row.
 
     The cache has then read every token of each `Result`, including the end-of-text token or the whole tokens of the
-    stop string. The next prompt continues after them.
+    stop string. The next prompt continues after them. `speculate` is that of `stream`, for one prompt.
 
     Raises: UsageError for an empty prompt, another number of rows, or an argument of another type.
     """
@@ -220,7 +233,7 @@ def generate(
     check_kind("prompts", prompts, (list, tuple), "a list of texts, one per row")
     if cache is None:
         cache = KVCache(model, batch=len(prompts))
-    run = _Run(model, tokenizer, prompts, cache, max_tokens, sampling, stop, progress)
+    run = _Run(model, tokenizer, prompts, cache, max_tokens, sampling, stop, progress, speculate)
     for _ in run:
         pass
     return run.results()
@@ -261,10 +274,17 @@ class _Run:
         sampling: Sampling | None,
         stop: Sequence[str | int] | None,
         progress: Progress | None,
+        speculate: str | None,
     ) -> None:
         check_reading(model, cache, progress)
         most = check_writing(tokenizer, prompts, sampling, max_tokens)
         self._model, self._cache, self._progress = model, cache, progress
+        self._is_drafted = is_drafted(speculate, cache)
+        if self._is_drafted and cache.batch_size > 1:
+            raise UsageError(
+                f"speculate={speculate!r} drafts one text, but the cache has batch={cache.batch_size}. "
+                "Leave speculate out"
+            )
         stops = stops_of(stop, tokenizer, end_of_text(model), vocabulary_of(model))
         self._prompts = [
             encode(tokenizer, prompt, at == 0)
@@ -300,6 +320,9 @@ class _Run:
         self._prefill_s = time.perf_counter() - started
         heads = self._cache.heads
         sampler = Sampler(self._sampling, self._prompts, logits.device, None if heads is None else heads.ranks)
+        if self._is_drafted:
+            yield from self._speculated(sampler, logits)
+            return
         # Communication between ranks is untested inside of a graph.
         decoder = Decoder(
             self._model, self._cache, sampler, logits, graph_for(logits.device) if heads is None else None
@@ -314,6 +337,34 @@ class _Run:
             yield [row.taken(step) for row, step in zip(self._rows, steps, strict=True)]
             if not any(goes_on):
                 return
+
+    def _speculated(self, sampler: Sampler, logits: Tensor) -> Iterator[list[str]]:
+        """Steps of one row, each of a token and the drafts behind it that the model has chosen."""
+        model, cache, [row], [prompt] = self._model, self._cache, self._rows, self._prompts
+        drafter = Drafter(prompt if cache.tokens is None else cache.tokens[0])
+        token, goes_on = sampler.next_token(logits[0]), True
+        while goes_on:
+            started, before = time.perf_counter(), len(row.tokens)
+            drafter.push(token)
+            step = row.step(token)
+            goes_on = step.reason == "interrupted"
+            drafts = drafter.draft(most_drafts(cache, row.left - 1)) if goes_on else []
+            read, pieces = read_drafted(model, cache, [token, *drafts]), list[str]()
+            try:
+                pieces.append(row.taken(step))
+                for scores, draft in zip(read, [*drafts, None], strict=True):
+                    if not goes_on or (token := sampler.next_token(scores)) != draft:
+                        break
+                    drafter.push(token)
+                    step = row.step(token)
+                    goes_on = step.reason == "interrupted"
+                    pieces.append(row.taken(step))
+            finally:  # also where an interrupt ends the step
+                written = len(row.tokens) - before
+                take_back(cache, 1 + len(drafts) - written)
+            drafter.note(len(drafts), written - 1)
+            self._decode_s += time.perf_counter() - started
+            yield ["".join(pieces)]
 
 
 def _padded(tokens_seen: list[int], prompts: Sequence[str]) -> list[int]:

@@ -105,7 +105,8 @@ class Request:
     included. None: the engine's limit. `ends`: the number of prompt tokens before the end of each message, where known.
     `head`: the number of tokens of the system text, with all that the chat template puts before a user's first message.
     `pins`: ranges [start, stop) of its tokens behind the head that are never evicted.
-    `hidden`: the special tokens that have no text. None: all of them.
+    `hidden`: the special tokens that have no text. None: all of them. `speculate`: see `engine.speculate`. None: the
+    engine's own.
     """
 
     prompt: tuple[int, ...]
@@ -127,6 +128,7 @@ class Request:
     head: int = 0
     pins: tuple[tuple[int, int], ...] = ()
     hidden: frozenset[int] | None = None
+    speculate: str | None = None
 
     @property
     def kept(self) -> int | str:

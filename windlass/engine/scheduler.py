@@ -39,6 +39,7 @@ from windlass.engine.prefix_entry import EntryInfo, EntrySelector
 from windlass.engine.request import EngineDeadError, EngineLimits, EngineStatus, Failure, Request, Ticket
 from windlass.engine.row_bytes import RowBytes, Sizes, most_held, replace_batch
 from windlass.engine.sequence import ActiveRequest, Lane, is_alike
+from windlass.engine.speculate import Drafter, is_drafted, is_lookup
 from windlass.hf.kv_cache import KVCache
 
 
@@ -281,10 +282,11 @@ def _late(task: ActiveRequest, limits: EngineLimits) -> Failure | None:
 class Scheduler(Service):
     """Serves requests in `rows`: so many of each kind of options. Most requests get the first kind.
 
-    `reuse_bytes` bounds the cached prefixes in memory. A `disk` holds prefixes too. `watcher` looks at rows. `start`
-    begins.
+    `reuse_bytes` bounds the cached prefixes in memory. A `disk` holds prefixes too. `watcher` looks at rows.
+    `speculate`: of requests that do not say. `start` begins.
 
-    Raises: UsageError for options without a budget, and for two kinds that are alike.
+    Raises: UsageError for options without a budget, for two kinds that are alike, and for `speculate` with a model that
+    cannot take drafts back.
     """
 
     def __init__(
@@ -296,6 +298,7 @@ class Scheduler(Service):
         reuse_bytes: int = 0,
         watcher: Watcher | None = None,
         disk: DiskTier | None = None,
+        speculate: str | None = None,
     ) -> None:
         self.limits = EngineLimits() if limits is None else limits
         self._watcher = watcher
@@ -306,6 +309,7 @@ class Scheduler(Service):
         self.row_bytes = tuple(RowBytes.of(model, kind) for kind in kinds)
         self._lanes = [Lane(model, kind, keeps_room=reuse_bytes > 0) for kind in kinds]
         self._lockstep = Lockstep.of(self._lanes[0].cache)
+        self._is_drafted = is_drafted(speculate, self._lanes[0].cache)
         self._tasks: list[ActiveRequest] = []
         self._reading = deque[ActiveRequest]()
         self._waiting = Admission(self.limits, kinds)
@@ -345,6 +349,7 @@ class Scheduler(Service):
         for request in requests:
             check_request(request, self.limits, self._model, kinds, self._snapshots.kept.limit)
             check_across_ranks(request.options, self._lanes[0].cache.heads)
+            is_drafted(request.speculate, self._lanes[0].cache)
             for own in self.row_bytes:
                 if is_alike(own.options, request.options):
                     check_recalled(own, request, recall_share(kinds, self.limits))
@@ -450,7 +455,7 @@ class Scheduler(Service):
             _try(task.keep_beginning)
 
         def step() -> None:
-            logits = lane.step({task.row: task.writer.token for task in writing})
+            logits = lane.step({task.row: task.next_tokens() for task in writing})
             self._totals.steps += 1
             for task in writing:
                 self._guard.do([task], partial(task.take, logits[task.row]), lane)
@@ -486,7 +491,9 @@ class Scheduler(Service):
                 row = None if lane is None else lane.take()
                 if lane is None or row is None:
                     continue
-                task = ActiveRequest(ticket, lane, row, self._model, self._tokenizer, self._snapshots)
+                asked = ticket.request.speculate
+                drafter = Drafter() if (self._is_drafted if asked is None else is_lookup(asked)) else None
+                task = ActiveRequest(ticket, lane, row, self._model, self._tokenizer, self._snapshots, drafter)
                 self._tasks.append(task)
                 self._reading.append(task)
                 self._snapshots.under_way.append(task)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -36,6 +36,7 @@ from windlass.engine.request import (
     Usage,
 )
 from windlass.engine.sampling import FinishReason
+from windlass.engine.speculate import Drafter, most_drafts, read_drafted, take_back
 from windlass.engine.text import TextStream
 from windlass.hf.kv_cache import KVCache
 from windlass.policies.base import OneShot
@@ -67,6 +68,11 @@ class Writer:
     def written(self) -> int:
         """Tokens so far."""
         return len(self._row.tokens)
+
+    @property
+    def left(self) -> int:
+        """The most tokens that may follow."""
+        return self._row.left
 
     @property
     def reason(self) -> FinishReason:
@@ -227,8 +233,15 @@ class Lane:
         self.free.append(row)
         self.free.sort()
 
-    def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
-        """Feed one token to each of some rows. Returns the (vocabulary,) logits of each.
+    @property
+    def is_single(self) -> bool:
+        """Return True if the cache has one row, which may have drafts."""
+        return self.cache.batch_size == 1
+
+    def step(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Tensor]:
+        """Feed each of some rows its next token, with drafts behind it if the lane `is_single`. Call `take_back` then.
+
+        Returns the (tokens, vocabulary) logits of each.
 
         Raises: RuntimeError where rows were lost, because an error ended a move of them.
         """
@@ -238,9 +251,16 @@ class Lane:
         self._idle_steps = self._idle_steps + 1 if rows < self.cache.batch_size else 0
         if self._idle_steps > PATIENCE:
             self._arrange(rows)
-        logits = feed_tokens(self._model, self.cache, {self._index[row]: token for row, token in tokens.items()})
-        self.cache.forget_steps()  # a server rolls nothing back
-        return {row: logits[self._index[row]] for row in tokens}
+        if max(map(len, tokens.values())) > 1:
+            return {row: read_drafted(self._model, self.cache, own) for row, own in tokens.items()}
+        logits = feed_tokens(self._model, self.cache, {self._index[row]: own[0] for row, own in tokens.items()})
+        self.cache.forget_steps()  # nothing else is rolled back
+        return {row: logits[self._index[row], None] for row in tokens}
+
+    def take_back(self, drafts: int) -> None:
+        """Take back so many drafts of the latest step, which the only row has read. The others stay."""
+        take_back(self.cache, drafts)
+        self.cache.forget_steps()
 
     def reset(self) -> None:
         """Empty all rows after an error, those that are taken too."""
@@ -287,7 +307,9 @@ class ActiveRequest(RowSource):
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         snapshots: Snapshots,
+        drafter: Drafter | None = None,
     ) -> None:
+        self._drafter, self._drafts = drafter, list[int]()
         self.ticket, self.lane, self.row = ticket, lane, row
         self.reader: PromptReader | None = _reader_of(model, ticket.request, snapshots)
         self.cached, self.recomputed = self.reader.cached, 0
@@ -307,6 +329,8 @@ class ActiveRequest(RowSource):
         assert reader is not None, "a prompt that was read before"
         reader.read()
         self.seen, self.cached, self.recomputed = reader.seen, reader.cached, reader.recomputed
+        if self._drafter is not None:
+            self._drafter.read(self.ticket.request.prompt[self._drafter.tokens : reader.done])
         self.ticket.put(Progress(reader.done, len(self.ticket.request.prompt)))
         if reader.logits is None:
             return
@@ -318,12 +342,38 @@ class ActiveRequest(RowSource):
             self._passes, self._holds_all = reader.passes, holds_all(reader.cache)
             self.lane.put(self.row, reader.cache)
             self.reader = None
-            self.take(reader.logits)
+            self.take(reader.logits[None])
+
+    def next_tokens(self) -> list[int]:
+        """The tokens that the next pass reads: the latest one, and drafts behind it if no other text has a row."""
+        self._drafts = []
+        if self._drafter is not None and self.lane.is_single:
+            most = self.writer.left - 1
+            if self.seen < self._holds_all:  # a step ends there, before which `keep_beginning` copies the row
+                most = min(most, self._holds_all - self.seen - 1)
+            self._drafts = self._drafter.draft(most_drafts(self.cache, most))
+        return [self.writer.token, *self._drafts]
 
     def take(self, logits: torch.Tensor) -> None:
-        """Choose the next token from its (vocabulary,) logits. A text that ends with it is to `finish`."""
-        self.ticket.put(self.writer.choose(logits))
-        self.seen += self.writer.written > 1  # the token before this one was fed
+        """Choose tokens from the (tokens, vocabulary) logits of a pass, as long as they are its drafts, and one more.
+
+        A text that ends with one of them is to `finish`.
+        """
+        accepted = -1
+        try:
+            for scores, draft in zip(logits, [*self._drafts, None], strict=True):
+                self.ticket.put(self.writer.choose(scores))
+                accepted += 1
+                self.seen += self.writer.written > 1  # the token before this one was fed
+                if self._drafter is not None:
+                    self._drafter.push(self.writer.token)
+                if self.writer.token != draft or self.writer.reason != "interrupted":
+                    break
+        finally:
+            if self._drafts:
+                self.lane.take_back(len(self._drafts) - max(accepted, 0))
+        if self._drafter is not None:
+            self._drafter.note(len(self._drafts), accepted)
         if self.writer.reason != "interrupted":
             self._end(self.writer.reason)
 

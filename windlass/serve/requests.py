@@ -184,6 +184,7 @@ class RequestBuilder:
                 head=prompt.head,
                 pins=prompt.pinned,
                 hidden=hidden,
+                speculate=body.speculate,
             )
             for at, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))
         )

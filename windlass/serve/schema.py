@@ -279,6 +279,8 @@ class TextRequest(NeutralFields, SharedFields):
     """Timeout of the request, including its time in the queue (default: none)."""
     n: Annotated[int, Field(ge=1, le=8)] = 1
     """Texts to write for each prompt."""
+    speculate: Literal["lookup", "off"] | None = None
+    """Draft tokens that followed the last ones earlier in the text, which changes no text (default: the server's)."""
 
 
 class Part(Body):

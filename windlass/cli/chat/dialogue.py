@@ -82,8 +82,10 @@ class Dialogue:
         system: str | None = None,
         show: Show | None = None,
         stop: list[str] | None = None,
+        speculate: str | None = None,
     ) -> None:
         self.session, self.max_tokens, self.sampling, self._stop = session, max_tokens, sampling, stop
+        self._speculate = speculate
         self._choices = Choices(session.cache, session.given)
         self.journal, self._show = journal, show
         self.latest: Result | None = None
@@ -131,6 +133,7 @@ class Dialogue:
                     self.sampling,
                     self._stop,
                     bar,
+                    self._speculate,
                 )
                 code = write(stream, is_shown=True) if self._show is None else self._show(stream)
         except BaseException:

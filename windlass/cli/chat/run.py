@@ -50,6 +50,7 @@ def chat(session: Session, asked: PromptInput, arguments: ChatArguments) -> int:
         system=asked.system,
         show=show_reply if is_terminal else None,
         stop=asked.stop,
+        speculate=asked.speculate,
     )
     if arguments.conversation is not None:
         saved = conversation.read(arguments.conversation)

@@ -1,10 +1,9 @@
 """The tasks that are shipped: one family a file, all named in `NAMES`."""
 
 from windlass.evals.task import Task
+from windlass.evals.tasks.hidden import PassKey, Variables
 from windlass.evals.tasks.niah import ABOVE, Multiturn, Needles
-from windlass.evals.tasks.passkey import PassKey
 from windlass.evals.tasks.perplexity import Perplexity
-from windlass.evals.tasks.vt import Variables
 from windlass.evals.tasks.words import CommonWords, FrequentWords
 from windlass.evals.texts import NOISE, NOVEL, Novel
 
