@@ -92,7 +92,8 @@ class CacheEntry:
         """The most bytes of a copy, which has free slots only where it cannot do without."""
         rows, slots = self.cache.batch_size, max(each.table.slots for each in self.cache.layers)
         own, recalled = self.cache.bytes_held // rows, self.cache.recall_bytes // rows
-        own = own * len(self.tokens) // max(slots, 1) + FILE_BYTES if self.holds_all else own
+        is_cut = self.holds_all and not self.cache.recurrent  # states have one size
+        own = own * len(self.tokens) // max(slots, 1) + FILE_BYTES if is_cut else own
         return own + recalled + (0 if self.logits is None else self.logits.nbytes)
 
     def usable(self, request: Request) -> int:
@@ -103,14 +104,26 @@ class CacheEntry:
             most = min(most, len(prompt) - 1)
         if mode != "edited" and self.sound is not None:
             most = min(most, self.sound)
-        ends = self.passes[: shared(self.passes, request.pass_ends)] if mode == "exact" else (size, most)
-        return max((end for end in ends if end <= most and (end == size or self.holds_all)), default=0)
+        ends = (*self.marks, size, most)  # of any pass
+        if mode == "exact":
+            ends = self.passes[: shared(self.passes, request.pass_ends)]
+        return max((end for end in ends if end <= most and self.reaches(end)), default=0)
+
+    @property
+    def marks(self) -> list[int]:
+        """Numbers of its tokens at which recurrent layers have a checkpoint."""
+        return self.cache.checkpoints[self.row]
+
+    def reaches(self, end: int) -> bool:
+        """Return True if all tokens from `end` on can be cut off."""
+        return end == len(self.tokens) or (self.holds_all and (not self.cache.recurrent or end in self.marks))
 
     def covers(self, other: CacheEntry) -> bool:
         """Return True if nobody needs `other` beside this."""
         is_beginning = self.tokens[: len(other.tokens)] == other.tokens
         is_alike = self.passes[: len(other.passes)] == other.passes and self.read_in_order >= other.read_in_order
-        return is_beginning and is_alike and self.holds_all and other.logits is None and self.key == other.key
+        is_longer = self.holds_all and all(map(self.reaches, (len(other.tokens), *other.marks)))
+        return is_beginning and is_alike and is_longer and other.logits is None and self.key == other.key
 
     def first(self, tokens: int) -> CacheEntry:
         """A copy of its first tokens."""
