@@ -1,5 +1,6 @@
 """Prefixes of hybrids: a prompt goes on from the longest one at which there is a checkpoint of recurrent states."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def test_a_message_that_is_edited_is_read_again_from_its_beginning(
         ask, held = Asked(engine, own, mode), bytes_told(engine)
         one, cached = ask(first)
         assert (one, cached) == (written(model, own, [first]), 0)
-        base, fed = first + one, [first, *one[:-1], one[-1:]]
+        base, fed = first + one, list[Ids | int]([first, *one[:-1], one[-1:]])
         two, cached = ask(base + second, 21, 28)
         assert (two, cached) == (written(model, own, [*fed, second]), 27)  # of the row that has the answer
         for last in (edited, second):  # the message is edited, and edited back
@@ -106,7 +107,7 @@ def test_two_conversations_are_ragged_rows_of_one_lane(tokenizer: PreTrainedToke
     texts = rows_of(text, 25, 11, 7, 16)
     with running(model, tokenizer, kinds=[(3, own)], reuse_bytes=PLENTY) as engine:
 
-        def both(prompts: list[Ids], ends: list[tuple[int, ...]]) -> list[tuple[Ids, int]]:
+        def both(prompts: list[Ids], ends: Sequence[tuple[int, ...]]) -> list[tuple[Ids, int]]:
             given = {"options": own, "reuse": Reuse(mode=PREFIX)}
             pairs = zip(prompts, ends, strict=True)
             tickets = [engine.submit(request_of(ids, ANSWER, ends=own, **given)) for ids, own in pairs]

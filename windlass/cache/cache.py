@@ -384,6 +384,10 @@ class TextCache(CacheState):
             )
             self.text = replace(self.text, rows=rows)
 
+    def checkpoints_of(self, row: int) -> tuple[int, ...] | None:
+        """The numbers of a row's tokens at which there is a checkpoint. None: no layer needs any."""
+        return tuple(each.tokens for each in self.rows.rows[row].checkpoints) if self.recurrent else None
+
     @property
     def checkpoints(self) -> list[list[int]]:
         """Per row, the numbers of tokens at which there is a checkpoint of recurrent layers."""

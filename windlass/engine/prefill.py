@@ -270,7 +270,7 @@ class Reader(PromptReader):
         self.cache.forget_steps()  # a server rolls nothing back
         if self._snapshots.packs:
             pack(self.cache)
-        elif self.done in self._marks and self._is_cut_later:
+        if self.done in self._marks and self._is_cut_later:
             self.cache.checkpoint()
         if is_last:
             self.logits = logits[0, -1]
@@ -286,7 +286,8 @@ class Reader(PromptReader):
         """The row so far."""
         tokens = self.request.prompt[: self.done]
         is_all = self.done <= holds_all(self.cache)
-        return CacheEntry(key_of(self.request), tokens, self.cache, 0, self.passes, holds_all=is_all, sound=self.sound)
+        key, marks = key_of(self.request), self.cache.checkpoints_of(0)
+        return CacheEntry(key, tokens, self.cache, 0, self.passes, holds_all=is_all, sound=self.sound, marks=marks)
 
     @property
     def _is_cut_later(self) -> bool:

@@ -71,7 +71,7 @@ class CacheEntry:
     `logits`: (vocabulary,) of the last token, where the prefix is a whole prompt.
     `row`: the row of `cache`, the only one unless a request is writing it.
     `is_text`: the row of a request that has ended, which one request may take over.
-    `holds_all`: any number of its newest tokens can be cut off.
+    `holds_all`: any number of its newest tokens can be cut off, with recurrent layers back to one of the `marks`.
     `sound`: the number of first tokens that were read behind the very tokens before them (None: all).
     """
 
@@ -85,6 +85,7 @@ class CacheEntry:
     is_text: bool = False
     holds_all: bool = False
     sound: int | None = None
+    marks: tuple[int, ...] | None = None
     number: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
@@ -92,7 +93,7 @@ class CacheEntry:
         """The most bytes of a copy, which has free slots only where it cannot do without."""
         rows, slots = self.cache.batch_size, max(each.table.slots for each in self.cache.layers)
         own, recalled = self.cache.bytes_held // rows, self.cache.recall_bytes // rows
-        is_cut = self.holds_all and not self.cache.recurrent  # states have one size
+        is_cut = self.holds_all and self.marks is None  # states have one size
         own = own * len(self.tokens) // max(slots, 1) + FILE_BYTES if is_cut else own
         return own + recalled + (0 if self.logits is None else self.logits.nbytes)
 
@@ -104,25 +105,18 @@ class CacheEntry:
             most = min(most, len(prompt) - 1)
         if mode != "edited" and self.sound is not None:
             most = min(most, self.sound)
-        ends = (*self.marks, size, most)  # of any pass
-        if mode == "exact":
-            ends = self.passes[: shared(self.passes, request.pass_ends)]
-        return max((end for end in ends if end <= most and self.reaches(end)), default=0)
+        read, loose = self.passes[: shared(self.passes, request.pass_ends)], (*(self.marks or ()), size, most)
+        return max((end for end in (read if mode == "exact" else loose) if end <= most and self.ends(end)), default=0)
 
-    @property
-    def marks(self) -> list[int]:
-        """Numbers of its tokens at which recurrent layers have a checkpoint."""
-        return self.cache.checkpoints[self.row]
-
-    def reaches(self, end: int) -> bool:
-        """Return True if all tokens from `end` on can be cut off."""
-        return end == len(self.tokens) or (self.holds_all and (not self.cache.recurrent or end in self.marks))
+    def ends(self, tokens: int) -> bool:
+        """Return True if all tokens behind its first `tokens` can be cut off."""
+        return tokens == len(self.tokens) or (self.holds_all and (self.marks is None or tokens in self.marks))
 
     def covers(self, other: CacheEntry) -> bool:
         """Return True if nobody needs `other` beside this."""
         is_beginning = self.tokens[: len(other.tokens)] == other.tokens
         is_alike = self.passes[: len(other.passes)] == other.passes and self.read_in_order >= other.read_in_order
-        is_longer = self.holds_all and all(map(self.reaches, (len(other.tokens), *other.marks)))
+        is_longer = self.holds_all and all(map(self.ends, (len(other.tokens), *(other.marks or ()))))
         return is_beginning and is_alike and is_longer and other.logits is None and self.key == other.key
 
     def first(self, tokens: int) -> CacheEntry:
@@ -136,7 +130,9 @@ class CacheEntry:
             self.cache.rollback(self.cache.tokens_seen[0] - tokens)
         passes = tuple(each for each in self.passes if each <= tokens)
         logits = self.logits if tokens == len(self.tokens) else None
-        return replace(self, tokens=self.tokens[:tokens], passes=passes, logits=logits)
+        return replace(
+            self, tokens=self.tokens[:tokens], passes=passes, logits=logits, marks=self.cache.checkpoints_of(0)
+        )
 
     @property
     def read_in_order(self) -> int:

@@ -365,8 +365,9 @@ class ActiveRequest(RowSource):
             passes, most = self.reader.passes, holds_all(self.reader.cache)
         if not tokens:
             return None
-        is_all = len(tokens) <= most
-        return CacheEntry(key, tokens, self.cache, 0, passes, row=self.index, holds_all=is_all, sound=self._sound)
+        cache, row, is_all, sound = self.cache, self.index, len(tokens) <= most, self._sound
+        marks = cache.checkpoints_of(row)
+        return CacheEntry(key, tokens, cache, 0, passes, row=row, holds_all=is_all, sound=sound, marks=marks)
 
     def close(self) -> None:
         """Release the memory reserved for the rest of its prompt."""

@@ -25,6 +25,7 @@ from windlass.policies.wrappers import changes_keys, scoring_chunk
 RECURRENT: Final = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 WITHOUT_MEMORY: Final = frozenset({"moe", "mlp"})
 STATE_PREFIX: Final = "states."  # prefix of the names of states in a file
+CHECKPOINT_PREFIX: Final = "checkpoints."  # prefix of those in checkpoints
 CONV: Final = "conv."  # prefix of the names of such tensors
 STATE: Final = "state."
 
@@ -124,6 +125,11 @@ def check_policy(kinds: LayerKinds, policy: Policy) -> None:
 def state_name(layer: int, name: str) -> str:
     """The name in a file of a layer's state."""
     return f"{STATE_PREFIX}{layer}.{name}"
+
+
+def checkpoint_name(row: int, tokens: int, state: str) -> str:
+    """The name in a file of a state, of which `state` is the name, in a row's checkpoint at so many tokens."""
+    return f"{CHECKPOINT_PREFIX}{row}.{tokens}.{state}"
 
 
 def meta_states(layers: Sequence[RecurrentLayer]) -> dict[str, Tensor]:
