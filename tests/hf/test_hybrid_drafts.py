@@ -83,12 +83,12 @@ def test_any_number_of_drafts_is_taken_back(family: str, budget: int | None, pro
 
 def test_only_drafts_are_read_one_by_one(text: Text) -> None:
     """A pass without them is as ever, before and after. Detaching leaves the modules alone."""
-    model = windlass.attach(tiny_hybrid("qwen3_next"))
-    caches = [KVCache(model) for _ in range(2)]
+    models = [windlass.attach(tiny_hybrid("qwen3_next")) for _ in range(2)]
+    caches, model = [KVCache(each) for each in models], models[1]
     for seed in range(3):
-        for cache in caches:
+        for each, cache in zip(models, caches, strict=True):
             with torch.no_grad():
-                model(text(9, seed=seed), past_key_values=cache)
+                each(text(9, seed=seed), past_key_values=cache)
         caches[1].activate_past_recording()
         assert_same(held(caches[1]), held(caches[0]))
     assert all(not layer.drafts for layer in caches[1].recurrent)
