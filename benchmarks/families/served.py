@@ -9,7 +9,7 @@ from windlass.hf.attach import AttachedModel, attached
 from windlass.hf.forward import LayerShape, layer_shapes
 
 BYTES = 2  # of a number in bfloat16
-STATE_EDITS = "drop, keep, shift, divide, splice, to and from a DynamicCache, rollback beyond the last step"
+STATE_EDITS = "drop, keep, shift, divide, splice, to and from a DynamicCache, rollback between checkpoints"
 
 
 def served(family: Family, model: PreTrainedModel) -> dict[str, Any]:

@@ -47,12 +47,13 @@ def assert_close(ours: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> 
     assert (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
-def begun(family: str, text: Text, rows: int = 2) -> KVCache:
-    """A cache that has read a prompt and a token, and evicts."""
+def begun(family: str, text: Text, rows: int = 2, has_checkpoints: bool = False) -> KVCache:
+    """A cache that has read a prompt and a token, and evicts. It may have checkpoints behind both."""
     cache = KVCache(bound(family), batch=rows, **LIMITS)
-    ids = text(26, rows=rows)
-    read(bound(family), cache, ids[:, :25], 25)
-    read(bound(family), cache, ids[:, 25:], 1)
+    for piece in text(26, rows=rows).split((25, 1), 1):
+        read(bound(family), cache, piece, piece.shape[1])
+        if has_checkpoints:
+            cache.checkpoint()
     return cache
 
 

@@ -52,8 +52,17 @@ def _set(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Te
 
 def _without_states(tensors: dict[str, Tensor], document: dict[str, Any]) -> None:
     document["has_states"] = False
-    for name in [each for each in tensors if each.startswith("states.")]:
+    for row in document["rows"]:
+        row["checkpoints"] = []
+    for name in [each for each in tensors if each.startswith(("states.", "checkpoints."))]:
         del tensors[name]
+
+
+def _with_checkpoints(ends: list[int]) -> Callable[[dict[str, Tensor], dict[str, Any]], None]:
+    def change(_: dict[str, Tensor], document: dict[str, Any]) -> None:
+        document["rows"][1]["checkpoints"] = ends
+
+    return change
 
 
 HOSTILE: list[tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]] = [
@@ -65,12 +74,22 @@ HOSTILE: list[tuple[Callable[[dict[str, Tensor], dict[str, Any]], object], str]]
     (_set("states.0.conv.0", lambda state: state[:1].clone()), "tensor states.0.conv.0 is .* and must be"),
     (_set("states.0.conv.0", lambda state: state.double()), "tensor states.0.conv.0 is .* and must be"),
     (_set("states.3.state.0", lambda state: state * torch.nan), "states.3.state.0 has numbers that are not finite"),
-    (lambda _, document: document.update(has_states=False), "has no states, though tokens were seen|have no states"),
+    (
+        lambda _, document: document.update(has_states=False),
+        "a row has checkpoints of states, and the file has no states",
+    ),
     (_without_states, "its recurrent layers have no states, though tokens were seen"),
     (
         lambda _, document: document.update(has_states=1),
         "has_states in its header is 1: input should be",
     ),
+    (lambda tensors, _: tensors.pop("checkpoints.1.26.states.0.conv.0"), "checkpoints.1.26.* is missing"),
+    (_set("checkpoints.0.25.states.3.state.0", lambda state: state[:1].clone()), r"checkpoints.0.25.* and must be"),
+    (_set("checkpoints.0.26.states.1.conv.0", lambda state: state * torch.inf), "checkpoints.0.26.* not finite"),
+    (_with_checkpoints([26, 25]), "its checkpoints are not in order up to its 26 tokens"),
+    (_with_checkpoints([25, 25]), "its checkpoints are not in order"),
+    (_with_checkpoints([25, 27]), "its checkpoints are not in order"),
+    (_with_checkpoints([26]), "'checkpoints.1.25.* is not expected"),
 ]
 
 
@@ -79,7 +98,8 @@ def test_a_damaged_file_is_refused(
     change: Callable[[dict[str, Tensor], dict[str, Any]], None], message: str, text: Text, tmp_path: Path
 ) -> None:
     path = tmp_path / "text.cache"
-    begun("qwen3_next", text).save(path)
+    cache = begun("qwen3_next", text, has_checkpoints=True)
+    cache.save(path)
     rewritten(path, change)
     with pytest.raises(PromptCacheError, match=message):
         KVCache.load(path, bound("qwen3_next"))

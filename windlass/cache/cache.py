@@ -19,7 +19,7 @@ from windlass.cache.layer import SlotLayer, attend_shared
 from windlass.cache.options import CacheOptions
 from windlass.cache.recall import RecallMemory, RecallStore
 from windlass.cache.recompute import rewrite, second_pass
-from windlass.cache.recurrent import RecurrentLayer, check_columns
+from windlass.cache.recurrent import RecurrentLayer, check_columns, states_of_row
 from windlass.cache.rows import RowTable, check_positions
 from windlass.cache.state import CacheState, Text
 from windlass.core.errors import UsageError, whole_number
@@ -397,6 +397,29 @@ class TextCache(CacheState):
         for layer in (*self.layers, *self.recurrent):
             layer.take_back(step)
         self.text = before
+
+    @no_inference_mode
+    def checkpoint(self) -> None:
+        """Copy the states of recurrent layers, so that `rollback` can return to this point of each row's text.
+
+        A row has at most 8 checkpoints. Then the one goes without which the fewest tokens lie between two others. A
+        model without recurrent layers needs none.
+        """
+        if self.recurrent:
+            layers = self.recurrent
+            rows = self.rows.changed(
+                lambda at, row: row if row.is_marked else row.marked(states_of_row(layers, at)), None
+            )
+            self.text = replace(self.text, rows=rows)
+
+    def checkpoints_of(self, row: int) -> tuple[int, ...] | None:
+        """The numbers of a row's tokens at which there is a checkpoint. None: no layer needs any."""
+        return tuple(each.tokens for each in self.rows.rows[row].checkpoints) if self.recurrent else None
+
+    @property
+    def checkpoints(self) -> list[list[int]]:
+        """Per row, the numbers of tokens at which there is a checkpoint of recurrent layers."""
+        return [[each.tokens for each in row.checkpoints] for row in self.rows.rows]
 
     @property
     def bytes_held(self) -> int:

@@ -17,11 +17,13 @@ def bytes_by_part(cache: CacheState) -> dict[str, int]:
     """Bytes of all tensors that a cache keeps alive, by part. Shared memory counts once, in the first part.
 
     The parts are the tensors of the layers, by name: keys, values, positions, state. Then come "recurrent states",
-    "key_means" where the store copied them, and "rollback" for the records of steps that can be rolled back.
+    their "checkpoints", "key_means" where the store copied them, and "rollback" for the records of steps that can be
+    rolled back.
     """
     layers = cache.layers_to_read
     parts = [part for layer in layers for part in layer.tensors().items()]
     parts += [("recurrent states", tensor) for layer in cache.recurrent for tensor in layer.tensors().values()]
+    parts += [("checkpoints", tensor) for row in cache.rows.rows for tensor in _tensors_in(row.checkpoints)]
     parts += [("key_means", tensor) for tensor in _tensors_in(cache.key_means)]
     undo = [(layer.history, layer.checkpoint) for layer in layers]
     parts += [("rollback", tensor) for layer in cache.recurrent for tensor in layer.undo_tensors]
@@ -140,6 +142,8 @@ def describe(cache: CacheState) -> str:
     lines += [f"  held     {held} in {len(layers)} {what}" for held, layers in groups.items()]
     states = Counter(layer.kind for layer in cache.recurrent)
     lines += [f"  states   {kind} in {count} layers, of one size" for kind, count in states.items()]
+    marks = [", ".join(str(each.tokens) for each in row.checkpoints) or "none" for row in cache.rows.rows]
+    lines += [f"  copies   of states at {' | '.join(marks)} tokens"] if set(marks) != {"none"} else []
     sizes = bytes_by_part(cache)
     parts = ", ".join(f"{name} {in_units(size)}" for name, size in sizes.items())
     if cache.options.recall:

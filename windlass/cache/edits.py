@@ -18,7 +18,7 @@ from windlass import kernels
 from windlass.cache.compress import cut_to_budget
 from windlass.cache.layer import SlotLayer, append
 from windlass.cache.recall import TOKEN_INDEX
-from windlass.cache.recurrent import RecurrentLayer, refuse_edit
+from windlass.cache.recurrent import RecurrentLayer, prior_states, refuse_edit
 from windlass.cache.rows import RowState, RowTable
 from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable
@@ -134,7 +134,8 @@ def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
     part, but its remaining tokens were computed together with the others. Where those decide how a token is read, the
     result differs from a text that never had them. This is so with a store that holds the newest tokens in full
     precision (`int4(newest=3)`), and with dynamic NTK past the trained length, where the rotation depends on the length
-    of the text. A row that idled over budget, after a splice, stays cut.
+    of the text. A row that idled over budget, after a splice, stays cut. Recurrent layers go back to a checkpoint, to
+    before the last pass, or to a draft in it.
 
     Raises: UsageError when they reach further back than can be rolled back. Then nothing is changed.
     """
@@ -151,12 +152,7 @@ def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
             raise UsageError(f"rollback of {count} tokens, but row {row} was edited {since} tokens ago. Use drop")
     if not any(counts):
         return
-    for state in cache.recurrent:
-        if not state.can_roll_back(counts):
-            raise UsageError(
-                f"rollback of {max(counts)} tokens is not the last step, whole, which is all that {state.label} can "
-                "take back: it keeps one copy of its state. Read the text again"
-            )
+    prior = prior_states(cache.recurrent, cache.rows.rows, counts)
     for layer in cache.layers:
         if not layer.can_roll_back(counts):
             raise UsageError(
@@ -172,8 +168,11 @@ def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
             )
     rows = cache.rows.rolled_back(counts)
     here = rows.standstill(cache.device)
-    for memory in (*cache.layers, *cache.recurrent):
-        memory.roll_back(counts, here)
+    for layer in cache.layers:
+        layer.roll_back(counts, here)
+    for recurrent, states in zip(cache.recurrent, prior, strict=True):
+        recurrent.restore(states)
+        recurrent.forget_steps()
     cache.rows = rows
 
 
@@ -336,18 +335,21 @@ def put_row(cache: CacheState, row: int, other: CacheState, source: int = 0, tok
     remains, and no earlier step can be rolled back.
     `tokens`: only its first so many, of a row that `holds_all`.
 
-    Raises: UsageError for a cache of another model, or with other options, naming the first that differs.
+    Raises: UsageError for a cache of another model, or with other options, naming the first that differs, and for
+    `tokens` at which a recurrent layer has no checkpoint.
     """
     check_row(cache, row, "row")
     check_row(other, source, "source")
     _check_alike(cache, other)
     copied = other.rows.rows[source].copied()
-    if tokens is not None:
-        copied = copied.rolled_back(copied.tokens_seen - tokens)
+    beyond = 0 if tokens is None else copied.tokens_seen - tokens
+    prior = prior_states(other.recurrent, other.rows.rows, [beyond * (at == source) for at in range(other.batch_size)])
+    copied = copied.rolled_back(beyond) if beyond else copied
     for mine, theirs in zip(cache.layers, other.layers_to_read, strict=True):
         _put_slots(mine, row, theirs, source, cache.batch_size, copied)
-    for own, its in zip(cache.recurrent, other.recurrent, strict=True):
-        _put_states(own, row, its, source, cache.batch_size)
+    for own, its, states in zip(cache.recurrent, other.recurrent, prior, strict=True):
+        given = states.get(source, {name: state[source] for name, state in its.tensors().items()})
+        _put_states(own, row, given, cache.batch_size)
     cache.rows = cache.rows.changed(lambda *_: copied, row)
 
 
@@ -460,14 +462,12 @@ def _clear(table: SlotTable, row: int) -> None:
     table.count()
 
 
-def _put_states(mine: RecurrentLayer, row: int, theirs: RecurrentLayer, source: int, batch: int) -> None:
+def _put_states(mine: RecurrentLayer, row: int, given: dict[str, Tensor], batch: int) -> None:
     mine.forget_steps()
-    held, given = mine.tensors(), theirs.tensors()
-    if not held:
-        mine.load({name: state.new_zeros(batch, *state.shape[1:]) for name, state in given.items()})
-        held = mine.tensors()
-    for name, state in held.items():
-        state[row] = given[name][source] if name in given else 0
+    if mine.is_empty:
+        mine.load({name: state.new_zeros(batch, *state.shape) for name, state in given.items()})
+    for name, state in mine.tensors().items():
+        state[row] = given.get(name, 0)
 
 
 @no_inference_mode
@@ -493,12 +493,12 @@ def begin_after(cache: CacheState, prefix: int, ids: Sequence[int]) -> None:
 def holds_all(cache: CacheState, row: int = 0) -> int:
     """The most tokens up to which a row holds its whole text, of which any number of the newest can be rolled back.
 
-    0: it holds less, or a token has changed more than its own slot.
+    0: it holds less, or a token has changed more than its own slot. Recurrent layers go back to checkpoints alone.
     """
     text, ring = cache.rows.rows[row], cache.store.full_precision
     layers = cache.layers_to_read
     is_whole = all(layer.is_lossless for layer in layers) and text.since_edit == text.tokens_seen
-    if cache.recurrent or ring.sinks or ring.newest or not is_whole:
+    if ring.sinks or ring.newest or not is_whole:
         return 0
     return min((layer.budget for layer in layers if layer.budget is not None), default=MAX_NUMBER)
 

@@ -256,6 +256,7 @@ class SlotLayer(Layer):
         self.history = self.history.forgotten(tokens, newest, self.positions)
 
     def can_roll_back(self, counts: Sequence[int]) -> bool:
+        """Return True if the newest `counts` tokens of each row can be rolled back, with all their effects."""
         return self.is_lossless or self.history.can_roll_back(counts)
 
     def holds_full_precision(self, counts: Sequence[int]) -> bool:
@@ -264,6 +265,10 @@ class SlotLayer(Layer):
         return ring.can_roll_back(counts) or self.history.ring_before(counts, ring) is not None
 
     def roll_back(self, counts: Sequence[int], here: Step) -> None:
+        """Roll back the newest `counts` tokens of each row. `here` tells where the rows then end.
+
+        Evictions that these tokens caused are undone. Evictions by earlier tokens are not.
+        """
         ring, before = self.store.full_precision, self.history.ring_before(counts, self.store.full_precision)
         ring.roll_back(counts)
         self.table.roll_back_recall(counts)

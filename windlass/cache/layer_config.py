@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -41,17 +40,6 @@ class Layer(ABC):
     @abstractmethod
     def take_back(self, step: Step) -> None:
         """Undo `step`, however far it came. It does nothing if the step never began, or other steps came after it."""
-
-    @abstractmethod
-    def can_roll_back(self, counts: Sequence[int]) -> bool:
-        """Return True if the newest `counts` tokens of each row can be rolled back, with all their effects."""
-
-    @abstractmethod
-    def roll_back(self, counts: Sequence[int], here: Step) -> None:
-        """Roll back the newest `counts` tokens of each row. `here` tells where the rows then end.
-
-        Evictions that these tokens caused are undone. Evictions by earlier tokens are not.
-        """
 
     @abstractmethod
     def select_rows(self, rows: Tensor) -> None:

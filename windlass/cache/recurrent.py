@@ -1,7 +1,7 @@
 """The memory of a recurrent layer: a state of fixed size that every token changes."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ class RecurrentLayer(Layer):
         self.index = index
         self._copies: dict[str, Tensor] = {}  # reused in each pass, so that memory is allocated once
         self.before: PriorState | None = None
+        self.drafts: dict[int, dict[str, Tensor]] = {}  # states within the last pass, by the columns behind them
 
     @abstractmethod
     def load(self, states: dict[str, Tensor]) -> None:
@@ -47,17 +48,21 @@ class RecurrentLayer(Layer):
     @property
     def undo_tensors(self) -> list[Tensor]:
         """Tensors that are kept so that the last pass can be rolled back."""
-        return list(self._copies.values())
+        return [*self._copies.values(), *(state for each in self.drafts.values() for state in each.values())]
 
     def protect(self, step: Step) -> None:
         """Copy the state before `step` changes it. An earlier step can't be rolled back after it."""
-        self.before = None  # cleared first, as an interrupt may leave half a copy
+        self.forget_steps()  # first, as an interrupt may leave half a copy
         states = self.tensors()
         if any(name not in self._copies or self._copies[name].shape != state.shape for name, state in states.items()):
             self._copies = {name: torch.empty_like(state) for name, state in states.items()}
         for name, state in states.items():
             self._copies[name].copy_(state)
         self.before = PriorState(step, {name: self._copies[name] for name in states})
+
+    def note_draft(self, left: int) -> None:
+        """Copy the state within a pass, of whose columns `left` are still to be read."""
+        self.drafts[left] = {name: state.clone() for name, state in self.tensors().items()}
 
     def settle(self, step: Step) -> None:
         """Restore the state of rows that got no token in `step`, and detach the state from gradients."""
@@ -68,45 +73,82 @@ class RecurrentLayer(Layer):
             self._put_back(idle)
 
     def commit(self) -> None:
-        """Do nothing: `roll_back` needs the copy."""
+        """Do nothing: `latest` needs the copies."""
 
     def take_back(self, step: Step) -> None:
         if self.before is not None and self.before.step is step:
             self._put_back(range(len(step.lengths)))
-            self.before = None
+            self.forget_steps()
 
-    def can_roll_back(self, counts: Sequence[int]) -> bool:
-        before = self.before
-        return before is not None and all(n in (0, was) for n, was in zip(counts, before.step.lengths, strict=True))
+    def latest(self, row: int) -> dict[int, dict[str, Tensor]]:
+        """The states of a row before and within the last pass, by the number of newest tokens that they lack."""
+        if self.before is None:
+            return {}
+        step, found = self.before.step, dict[int, dict[str, Tensor]]()
+        for left, states in self.drafts.items():
+            found[int((step.positions[row, -left:] >= 0).sum())] = _of_row(states, row)
+        return found | {step.lengths[row]: _of_row(self.before.states, row)}
 
-    def roll_back(self, counts: Sequence[int], here: Step) -> None:  # only positions would need it
-        self._put_back([row for row, tokens in enumerate(counts) if tokens])
-        self.before = None
+    def restore(self, prior: Mapping[int, dict[str, Tensor]]) -> None:
+        """Give some rows earlier states. Those of a row that had read nothing are empty."""
+        states = self.tensors()
+        for row, own in prior.items():
+            for name, state in states.items():
+                state[row] = own.get(name, 0)
+        if all(row in prior and not prior[row] for row in range(max(map(len, states.values()), default=0))):
+            self.load({})
 
     def forget_steps(self) -> None:
         """Make all earlier steps permanent."""
-        self.before = None
+        self.before, self.drafts = None, {}
 
     def select_rows(self, rows: Tensor) -> None:
-        self.before, self._copies = None, {}
+        self.forget_steps()
+        self._copies = {}
         self.load({name: state.index_select(0, rows.to(state.device)) for name, state in self.tensors().items()})
 
     def copy_row(self, source: int, target: int) -> None:
-        self.before = None
+        self.forget_steps()
         for state in self.tensors().values():
             state[target] = state[source]
 
     def _put_back(self, rows: Sequence[int]) -> None:
-        """Restore the states of `rows` from before the last pass, or zeros where that was the first."""
+        """Restore the states of `rows` from before the last pass, or none where that was the first."""
         assert self.before is not None, "a state without a copy"
-        states = self.tensors()
-        if len(rows) == len(self.before.step.lengths) and not self.before.states:
-            self.load({})
-            return
-        for name, state in states.items():
-            before = self.before.states.get(name)
-            for row in rows:
-                state[row] = 0 if before is None else before[row]
+        self.restore({row: _of_row(self.before.states, row) for row in rows})
+
+
+def _of_row(states: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
+    return {name: state[row] for name, state in states.items()}
+
+
+def states_of_row(layers: Sequence[RecurrentLayer], row: int) -> tuple[dict[str, Tensor], ...]:
+    """Copies of a row's states, layer by layer."""
+    return tuple({name: state.clone() for name, state in _of_row(each.tensors(), row).items()} for each in layers)
+
+
+def prior_states(
+    layers: Sequence[RecurrentLayer], rows: Sequence[RowState], counts: Sequence[int]
+) -> list[dict[int, dict[str, Tensor]]]:
+    """The states that each layer had before the newest `counts` tokens of each row, by the rows that lose any.
+
+    Raises: UsageError where there are no copies of them, naming the numbers of tokens of which there are.
+    """
+    found: list[dict[int, dict[str, Tensor]]] = [{} for _ in layers]
+    for at, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        left = row.tokens_seen - count
+        for number, layer in enumerate(layers if count else ()):
+            known: dict[int, dict[str, Tensor]] = {0: {}}
+            known |= {each.tokens: each.states[number] for each in row.checkpoints}
+            known |= {row.tokens_seen - fewer: states for fewer, states in layer.latest(at).items()}
+            if left not in known:
+                raise UsageError(
+                    f"rollback of {count} tokens would leave {left} in row {at}, and {layer.label} has copies of its "
+                    f"state at {', '.join(map(str, sorted(known)))} tokens only. Roll back to one of these, and read "
+                    "the rest again. `checkpoint()` makes a copy"
+                )
+            found[number][at] = known[left]
+    return found
 
 
 def check_columns(layers: Sequence[RecurrentLayer], rows: Sequence[RowState], mask: TokenMask | None) -> None:
@@ -135,5 +177,5 @@ def refuse_edit(layers: Sequence[RecurrentLayer], edit: str) -> None:
     if layers:
         raise UsageError(
             f"{edit}: {layers[0].label} keeps a state that every token has changed, out of which none can be taken or "
-            "moved. Use rollback for the last step, or read the text again"
+            "moved. Use rollback to a checkpoint, and read the rest again"
         )

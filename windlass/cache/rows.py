@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -59,6 +60,35 @@ def check_mask(paddings: Sequence[Padding], mask: TokenMask) -> None:
         raise UsageError(f"attention_mask[{row}, {column}] is {int(mask[row, column])}, but this column {why}")
 
 
+MOST_CHECKPOINTS: Final = 8  # of one row
+
+
+@dataclass(frozen=True, eq=False)
+class StateCheckpoint:
+    """Copies of the states of recurrent layers after a row's first `tokens`, by name in each layer.
+
+    Nobody writes into them, so that copies of the row share them.
+    """
+
+    tokens: int
+    states: tuple[dict[str, Tensor], ...]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> StateCheckpoint:
+        return self
+
+
+def thinned(checkpoints: Sequence[StateCheckpoint]) -> tuple[StateCheckpoint, ...]:
+    """At most `MOST_CHECKPOINTS` of these, which are in the order of their text, the newest among them.
+
+    The first to go is the one without which the fewest tokens lie between two others.
+    """
+    left = list(checkpoints)
+    while len(left) > MOST_CHECKPOINTS:
+        ends = [0, *(each.tokens for each in left)]
+        del left[min(range(len(left) - 1), key=lambda at: ends[at + 2] - ends[at])]
+    return tuple(left)
+
+
 @dataclass(frozen=True, eq=False)
 class RowState:
     """Where the text of one row stands.
@@ -68,7 +98,8 @@ class RowState:
     drafts aside. The first `known_ids` of `ids` are the tokens fed, edits aside. `ids` is None where any came without
     ids. `padding` has the ranges of columns that were no tokens. `pictures` are those of the text, dropped ones
     included: the text after them goes on at places that differ from its positions. The first `sinks` positions are
-    never evicted (default: the number in the cache's options), nor are those in the ranges of `pins`.
+    never evicted (default: the number in the cache's options), nor are those in the ranges of `pins`. `checkpoints` are
+    those of recurrent layers, in order.
     """
 
     tokens_seen: int = 0
@@ -82,6 +113,7 @@ class RowState:
     pictures: tuple[Picture, ...] = ()
     sinks: int | None = None
     pins: tuple[tuple[int, int], ...] = ()
+    checkpoints: tuple[StateCheckpoint, ...] = ()
 
     @property
     def tokens(self) -> list[int] | None:
@@ -134,6 +166,7 @@ class RowState:
             self.pictures,
             self.sinks,
             self.pins,
+            self.checkpoints,
         )
 
     def told(self, ids: Sequence[int] | None) -> RowState:
@@ -170,7 +203,17 @@ class RowState:
             since_edit=self.since_edit - tokens,
             known_ids=max(self.known_ids - tokens, 0),
             padding=self.padding if is_known else None,
+            checkpoints=tuple(each for each in self.checkpoints if each.tokens <= self.tokens_seen - tokens),
         )
+
+    @property
+    def is_marked(self) -> bool:
+        """Return True if there is a checkpoint at its end, or none is needed."""
+        return not self.tokens_seen or any(each.tokens == self.tokens_seen for each in self.checkpoints)
+
+    def marked(self, states: tuple[dict[str, Tensor], ...]) -> RowState:
+        """The row with one more checkpoint, of these states, at its end."""
+        return replace(self, checkpoints=thinned((*self.checkpoints, StateCheckpoint(self.tokens_seen, states))))
 
     def filled(self, ids: Sequence[int]) -> RowState:
         """The row once the gaps of its text are read, as if it had read these ids in their order."""
@@ -381,7 +424,7 @@ class RowTable:
 
     def edited(self, row: int | None) -> RowTable:
         """The table after an edit of one row, or of all. Earlier tokens can't be rolled back."""
-        return self.changed(lambda _, one: replace(one, since_edit=0, padding=None), row)
+        return self.changed(lambda _, one: replace(one, since_edit=0, padding=None, checkpoints=()), row)
 
     def rolled_back(self, counts: Sequence[int]) -> RowTable:
         """The table without the newest `counts` tokens of each row."""

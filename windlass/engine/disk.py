@@ -170,6 +170,7 @@ class DiskTier:
                     passes=file.passes,
                     holds_all=file.holds_all,
                     sound=file.sound,
+                    marks=file.marks,
                     is_text=file.is_text,
                     key=key,
                     cache=cache,
@@ -234,6 +235,7 @@ class DiskTier:
             passes=kept.passes,
             holds_all=kept.holds_all,
             sound=kept.sound,
+            marks=kept.marks,
             is_text=kept.is_text,
             owner=self._hash("owner", owner),
             shelf=self._hash("shelf", owner, kept.key.name),
@@ -322,6 +324,7 @@ class DiskTier:
             passes=tuple(fields["passes"]),
             holds_all=fields["holds_all"],
             sound=fields["sound"],
+            marks=None if fields["marks"] is None else tuple(fields["marks"]),
             is_text=fields["is_text"],
             owner=owner,
             shelf=shelf,
@@ -363,7 +366,7 @@ class DiskTier:
 
 
 RECORD: Final = ".json"
-RECORDED: Final = ("tokens", "passes", "holds_all", "sound", "is_text", "key")  # fields of a record
+RECORDED: Final = ("tokens", "passes", "holds_all", "sound", "marks", "is_text", "key")  # fields of a record
 
 
 def _record_of(path: Path) -> Path:

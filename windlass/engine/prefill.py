@@ -257,6 +257,8 @@ class Reader(PromptReader):
             self.cache.reserve(len(request.prompt) - self.cached + request.max_tokens)
         self._pass_ends = request.pass_ends
         self._stops = frozenset[int]() if is_whole else snapshots.wanted(request)
+        is_kept = snapshots.kept.limit > 0 and request.reuse.store
+        self._marks = frozenset((*request.ends, *self._pass_ends[-2:]) if is_kept else ())
         how = replace(PROMPT, defer_eviction=request.options.budget is not None)
         look = self._score if request.scores_prompt else None
         self._passes = whole_passes(model, self.cache, [request.prompt], how, look)
@@ -307,6 +309,8 @@ class Reader(PromptReader):
         self.cache.forget_steps()  # a server rolls nothing back
         if self._snapshots.packs and self.done > holds_all(self.cache):  # else tokens lie in their order
             pack(self.cache)
+        if self.done in self._marks and self._is_cut_later:
+            self.cache.checkpoint()
         if is_last:
             self.logits = logits[0, -1]
         if self.done in self._stops and (is_last or not self._is_cut_later):
@@ -326,6 +330,7 @@ class Reader(PromptReader):
             passes=self.passes,
             holds_all=is_all,
             sound=self.sound,
+            marks=self.cache.checkpoints_of(0),
             key=key_of(self.request),
             cache=self.cache,
             bytes=0,

@@ -49,7 +49,7 @@ class PrefixText:
 
     `passes`: the ends of the passes that read the prefix. Only the same passes give the same state. Tokens behind the
     last of them came in other ways.
-    `holds_all`: any number of its newest tokens can be cut off.
+    `holds_all`: any number of its newest tokens can be cut off, with recurrent layers back to one of the `marks`.
     `sound`: the number of first tokens that were read behind the very tokens before them (None: all).
     `is_text`: the row of a request that has ended, which one request may take over.
     """
@@ -58,6 +58,7 @@ class PrefixText:
     passes: tuple[int, ...] = ()
     holds_all: bool = False
     sound: int | None = None
+    marks: tuple[int, ...] | None = None
     is_text: bool = False
 
     @property
@@ -78,14 +79,19 @@ class PrefixText:
             most = min(most, len(prompt) - 1)
         if mode != "edited" and self.sound is not None:
             most = min(most, self.sound)
-        ends = self.passes[: shared(self.passes, request.pass_ends)] if mode == "exact" else (size, most)
-        return max((end for end in ends if end <= most and (end == size or self.holds_all)), default=0)
+        read, loose = self.passes[: shared(self.passes, request.pass_ends)], (*(self.marks or ()), size, most)
+        return max((end for end in (read if mode == "exact" else loose) if end <= most and self.ends(end)), default=0)
+
+    def ends(self, tokens: int) -> bool:
+        """Return True if all tokens behind its first `tokens` can be cut off."""
+        return tokens == len(self.tokens) or (self.holds_all and (self.marks is None or tokens in self.marks))
 
     def serves_all_of(self, other: PrefixText) -> bool:
         """Return True if nobody needs `other`, of the same key, beside this."""
         is_beginning = self.tokens[: len(other.tokens)] == other.tokens
         is_alike = self.passes[: len(other.passes)] == other.passes and self.read_in_order >= other.read_in_order
-        return is_beginning and is_alike and self.holds_all and not other.has_logits
+        is_longer = self.holds_all and all(map(self.ends, (len(other.tokens), *(other.marks or ()))))
+        return is_beginning and is_alike and is_longer and not other.has_logits
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,7 +118,8 @@ class CacheEntry(PrefixText):
         """The most bytes of a copy, which has free slots only where it cannot do without."""
         rows, slots = self.cache.batch_size, max(each.table.slots for each in self.cache.layers)
         own, recalled = self.cache.bytes_held // rows, self.cache.recall_bytes // rows
-        own = own * len(self.tokens) // max(slots, 1) + SLOT_BYTES if self.holds_all else own
+        is_cut = self.holds_all and self.marks is None  # states have one size
+        own = own * len(self.tokens) // max(slots, 1) + SLOT_BYTES if is_cut else own
         return own + recalled + (0 if self.logits is None else self.logits.nbytes)
 
     def covers(self, other: CacheEntry) -> bool:
@@ -130,7 +137,8 @@ class CacheEntry(PrefixText):
             self.cache.rollback(self.cache.tokens_seen[0] - tokens)
         passes = tuple(each for each in self.passes if each <= tokens)
         logits = self.logits if tokens == len(self.tokens) else None
-        return replace(self, tokens=self.tokens[:tokens], passes=passes, logits=logits)
+        marks = self.cache.checkpoints_of(0)
+        return replace(self, tokens=self.tokens[:tokens], passes=passes, logits=logits, marks=marks)
 
     @property
     def stored(self) -> EntryInfo:

@@ -10,10 +10,12 @@ from typing import Final
 import torch
 from transformers import PreTrainedModel
 
+from windlass.cache.describe import bytes_by_part
 from windlass.cache.layer import SlotLayer
 from windlass.cache.layer_config import GROWTH, LayerConfig
 from windlass.cache.options import CacheOptions
 from windlass.cache.recall import PIECE
+from windlass.cache.rows import MOST_CHECKPOINTS
 from windlass.core.parse import SYSTEM
 from windlass.core.step import HEADROOM, PROMPT
 from windlass.engine.prefill import feed, feed_tokens
@@ -53,9 +55,11 @@ class RowBytes:
         feed(model, cache, [[0] * PROBE], [], PROMPT)
         feed_tokens(model, cache, {0: 0})
         cache.forget_steps()
+        cache.checkpoint()
+        states = bytes_by_part(cache).get("checkpoints", 0) * (MOST_CHECKPOINTS - 1)
         layers = tuple(map(_measured, cache.layers))
         slots = sum(each.of_slot * layer.table.slots for each, layer in zip(layers, cache.layers, strict=True))
-        return cls(cache.options, layers, cache.bytes_held - slots + STEP_BYTES * cache.chunk)
+        return cls(cache.options, layers, cache.bytes_held + states - slots + STEP_BYTES * cache.chunk)
 
     def writing(self, tokens: int) -> int:
         """Bytes while it writes a text that ends after `tokens`."""

@@ -422,6 +422,7 @@ class ActiveRequest(RowSource):
             passes=passes,
             holds_all=is_all,
             sound=self._sound,
+            marks=self.cache.checkpoints_of(self.index),
             key=key,
             cache=self.cache,
             bytes=0,

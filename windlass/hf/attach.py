@@ -6,7 +6,8 @@ ours, which lets the cache write, attend, observe and evict.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -73,6 +74,7 @@ from windlass.hf.tensor_parallel import heads_of, ranks_of
 from windlass.positions.rotary import Rotary, unturned
 
 WAY_OUT: Final = "Pass the whole conversation as it was read, followed by the new text, or call cache.reset() first"
+STATEFUL: Final = "_is_stateful"  # the name of transformers' mark of such models
 UNKNOWN: Final = -1  # in place of the id of padding, or of a token that came without one
 
 
@@ -106,7 +108,22 @@ class CheckedGenerate:
             check_continues(cache, columns.shape[1], None if columns is embeds else ids)
             if cache.columns_seen and not cache.batch_size % len(columns):
                 tell_deltas(self._model, cache, len(columns))
-        return self._generate(*args, **kwargs)
+        with takes_drafts(self._model) if isinstance(cache, TextCache) else nullcontext():
+            return self._generate(*args, **kwargs)
+
+
+@contextmanager
+def takes_drafts(model: PreTrainedModel) -> Iterator[None]:
+    """Let `generate` assist models with recurrent layers in a block, whose drafts a cache of ours takes back."""
+    own = vars(model)
+    if STATEFUL in own or not model._is_stateful:
+        yield
+        return
+    own[STATEFUL] = False
+    try:
+        yield
+    finally:
+        del own[STATEFUL]
 
 
 def check_continues(cache: TextCache, columns: int, ids: Tensor | None) -> None:
@@ -175,7 +192,8 @@ class AttachedModel(Attachment):
         self.own_linear = own_linear
         self.heads: RankHeads | None = None  # heads of this process under tensor parallelism
         self.known, self.few_rows = few_rows_of(model, decoder.inner, self.whole, NAME, own_linear)
-        self.columns: list[Columns] = []  # recurrent layers that are read token by token
+        self.columns: list[Columns] = []  # recurrent layers of which some tokens are read one by one
+        self._attending: frozenset[nn.Module] = frozenset()  # modules that call attention
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
         self._chunks: dict[int, int | None] = {}  # per layer, lengths of attention chunks
@@ -338,6 +356,7 @@ class AttachedModel(Attachment):
         if rotated.axes and self.decoder.outer is not self.decoder.inner:
             raise UnsupportedModel("makes positions of several axes (M-RoPE) where no cache can see them")
         plain = self.probed(model, True)
+        self._attending = frozenset(rotated.modules.values())
         self.rotaries = rotaries_of(model, rotated, plain)
         self.axes = Axes.found(rotated.axes, self.rotaries, device_of_inputs(model))
         self.query_scales = query_scales(rotated, partial(self.probed, model, False), tolerance_of(model))
@@ -357,9 +376,21 @@ class AttachedModel(Attachment):
         except UnsupportedModel:
             if not self.kinds.is_recurrent:
                 raise
-            layers = [number for number, _, _ in self.kinds.recurrent]
-            self.columns = columns_of(self.decoder.attention_modules, layers, self._states_of)
+            self._read_by_token(forgets=True)
             self._check(model, rotated)
+
+    def read_drafts(self) -> None:
+        """Let recurrent layers read drafts token by token from now on, and copy their states between them.
+
+        Raises: UsageError for a model in which they can't.
+        """
+        if self.kinds.is_recurrent and not self.columns:
+            self._read_by_token(forgets=False)
+
+    def _read_by_token(self, forgets: bool) -> None:
+        modules = [each for each in self.decoder.attention_modules if each not in self._attending]
+        layers = [number for number, _, _ in self.kinds.recurrent]
+        self.columns = columns_of(modules, layers, lambda: self.current_cache, forgets)
 
     def _check(self, model: PreTrainedModel, probe: Probe) -> None:
         config = model.config.get_text_config()
@@ -369,12 +400,6 @@ class AttachedModel(Attachment):
         self.states = meta_states(cache.recurrent)
         cache.reset()
         self.known.prove(model, cache)
-
-    def _states_of(self, layer: int) -> list[Tensor]:
-        """States that the cache of this thread's running pass has of a recurrent layer, or none before a token."""
-        cache = self.current_cache
-        kept = [] if cache is None else [each for each in cache.recurrent if each.index == layer]
-        return [state for each in kept for state in each.tensors().values()]
 
     def _checked(
         self, cache: TextCache, bound: dict[str, Any]

@@ -215,6 +215,10 @@ class KVCache(ModelCache):
         check_kind("options", options, CacheOptions, "CacheOptions")
         return cls(model, **{each.name: getattr(options, each.name) for each in fields(options)})
 
+    def activate_past_recording(self) -> None:
+        self._attachment.read_drafts()
+        super().activate_past_recording()
+
     def copy_of_row(self, row: int = 0, tokens: int | None = None) -> KVCache:
         """A cache of one row with a copy of row `row`, without free slots.
 

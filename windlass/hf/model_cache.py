@@ -141,10 +141,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
 
         They are then read token by token, so that the text is that of plain decoding. A model that does not take
         `logits_to_keep` reads its first drafts with the prompt, before anything of it is evicted.
-
-        Raises: UsageError for a model with recurrent layers.
         """
-        refuse_edit(self.recurrent, "assisted decoding, which takes drafts back")
         self.expects_drafts = True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -167,7 +164,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
 
     @property
     def is_croppable(self) -> bool:
-        return not self.recurrent
+        return self.expects_drafts or not self.recurrent
 
     @property
     def is_initialized(self) -> bool:

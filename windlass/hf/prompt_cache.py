@@ -29,6 +29,8 @@ from windlass.cache.edits import has_places
 from windlass.cache.head_groups import Leaf, leaves_of
 from windlass.cache.options import CacheOptions, policy_of, recall_folder_of
 from windlass.cache.recall import is_moved_later
+from windlass.cache.recurrent import RecurrentLayer
+from windlass.cache.rows import StateCheckpoint
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError, WindlassWarning, check_kind
 from windlass.core.files import replacing
 from windlass.core.step import HEADROOM, no_inference_mode
@@ -53,7 +55,7 @@ from windlass.hf.prompt_cache_format import (
     RowHeader,
     shown,
 )
-from windlass.hf.recurrent import state_name
+from windlass.hf.recurrent import checkpoint_name, state_name
 from windlass.hf.tensor_parallel import any_evicted, check_statistics, gather_heads, own_heads, written_by_first
 from windlass.hf.weights import fingerprint, inner_model, raw_bytes, template_hash
 from windlass.policies import Policy
@@ -221,8 +223,9 @@ def check_memory(header: Header, options: CacheOptions, shapes: Sequence[LayerSh
             * (slots * per_slot + exact * (shape.channels - shape.index) * shape.dtype.itemsize)
         )
     end = max(max(row.next_place, row.next_position) for row in header.rows) + 1
-    # A state, and the copy that is made before a pass.
-    needed += 2 * options.batch * sum(state.nbytes for state in attached(model).states.values())
+    # A state, the copy that is made before a pass, and checkpoints.
+    copies = 2 * options.batch + sum(len(row.checkpoints) for row in header.rows)
+    needed += copies * sum(state.nbytes for state in attached(model).states.values())
     tables = {
         rotary.rotary_pairs
         * options.positions.within(rotary.trained_length, options.budget is not None).bound(end, slots or end, 1)
@@ -265,6 +268,7 @@ def save(
         tensors[f"tokens.{row}"] = torch.tensor(ids, dtype=torch.int32)
     for state in cache.recurrent:
         tensors |= {state_name(state.index, name): tensor for name, tensor in state.tensors().items()}
+    tensors |= _of_checkpoints(cache)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     contents = _header(cache, model, tokenizer).model_dump_json()
     written_by_first(cache.heads, lambda: write(Path(path), tensors, contents))
@@ -314,11 +318,35 @@ def load(
         own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
         state.load({name: each.to(cache.device) for name, each in own.items()})
     tokens = [tensors[f"tokens.{row}"].tolist() for row in range(cache.batch_size)] if header.has_tokens else None
-    cache.rows = header.table(tokens)
+    cache.rows = header.table(tokens, _checkpoints(cache, header, tensors))
     if tokenizer is not None and header.chat_template not in (None, template_hash(tokenizer)):
         said = "was written with another chat template than the tokenizer has now. Its text stays as it is"
         warnings.warn(f"{path} {said}", WindlassWarning, stacklevel=4)
     return cache
+
+
+def _of_checkpoints(cache: ModelCache) -> dict[str, Tensor]:
+    """Copies of the states in a cache's checkpoints, which rows may share, by their names in a file."""
+    return {
+        checkpoint_name(at, kept.tokens, state_name(layer.index, name)): state.clone()
+        for at, row in enumerate(cache.rows.rows)
+        for kept in row.checkpoints
+        for layer, states in zip(cache.recurrent, kept.states, strict=True)
+        for name, state in states.items()
+    }
+
+
+def _checkpoints(cache: ModelCache, header: Header, tensors: Mapping[str, Tensor]) -> list[tuple[StateCheckpoint, ...]]:
+    """The checkpoints of each row of a file, whose recurrent layers `cache` has."""
+
+    def states(at: int, end: int, layer: RecurrentLayer) -> dict[str, Tensor]:
+        names = {name: checkpoint_name(at, end, state_name(layer.index, name)) for name in layer.tensors()}
+        return {name: tensors[full].to(cache.device) for name, full in names.items()}
+
+    return [
+        tuple(StateCheckpoint(end, tuple(states(at, end, each) for each in cache.recurrent)) for end in row.checkpoints)
+        for at, row in enumerate(header.rows)
+    ]
 
 
 def _check_path(path: object) -> None:

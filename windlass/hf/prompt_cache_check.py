@@ -26,7 +26,7 @@ from windlass.hf.attach import attached
 from windlass.hf.forward import LayerShape
 from windlass.hf.model_cache import ModelCache
 from windlass.hf.prompt_cache_format import Header, InconsistentFile, LayerHeader, RowHeader, shown
-from windlass.hf.recurrent import STATE_PREFIX
+from windlass.hf.recurrent import CHECKPOINT_PREFIX, STATE_PREFIX, checkpoint_name
 from windlass.policies import NAMES
 from windlass.policies.expected_attention import COUNT
 from windlass.stores.base import INDEX_KEYS, Store
@@ -226,7 +226,7 @@ def _statistics(cache: ModelCache, shapes: Sequence[LayerShape]) -> list[dict[st
 
 
 def _states(model: PreTrainedModel, header: Header, batch: int) -> dict[str, TensorSpec]:
-    """The states of recurrent layers, without which no token was seen."""
+    """The states of recurrent layers, without which no token was seen, and those in checkpoints."""
     states = attached(model).states
     if states and not header.has_states and max(header.tokens_seen) > 0:
         raise InconsistentFile("its recurrent layers have no states, though tokens were seen")
@@ -234,7 +234,13 @@ def _states(model: PreTrainedModel, header: Header, batch: int) -> dict[str, Ten
         raise InconsistentFile("it has states of recurrent layers, and the model has none")
     if not header.has_states:
         return {}
-    return {name: TensorSpec((batch, *state.shape[1:]), state.dtype) for name, state in states.items()}
+    expected = {name: TensorSpec((batch, *state.shape[1:]), state.dtype) for name, state in states.items()}
+    ends = [(at, end) for at, row in enumerate(header.rows) for end in row.checkpoints]
+    return expected | {
+        checkpoint_name(at, end, name): TensorSpec((*state.shape[1:],), state.dtype)
+        for at, end in ends
+        for name, state in states.items()
+    }
 
 
 def _kept(
@@ -268,7 +274,7 @@ def check_rows(header: Header, tensors: Mapping[str, Tensor], vocabulary: int) -
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
             raise InconsistentFile(f"row {row} has token ids that are not among the model's {vocabulary}")
     for name, tensor in tensors.items():
-        if name.startswith(STATE_PREFIX) and not _is_finite(tensor):
+        if name.startswith((STATE_PREFIX, CHECKPOINT_PREFIX)) and not _is_finite(tensor):
             raise InconsistentFile(f"tensor {name} has numbers that are not finite")
 
 

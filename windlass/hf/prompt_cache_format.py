@@ -22,13 +22,13 @@ from pydantic import (
     model_validator,
 )
 
-from windlass.cache.rows import RowState, RowTable
+from windlass.cache.rows import RowState, RowTable, StateCheckpoint
 from windlass.core.errors import PolicyError, PromptCacheError
 from windlass.core.parse import MAX_NUMBER, SYSTEM
 from windlass.core.positions import MAX_PLACE, Picture
 from windlass.policies import NAMES, WRAPPERS, Policy
 
-VERSION: Final = 12  # raised by every change that another version would misread. Older files are refused
+VERSION: Final = 13  # raised by every change that another version would misread. Older files are refused
 AGAIN: Final = "Make it again (`windlass cache MODEL TEXT --prompt-cache FILE`, or cache.save)"
 MAX_TEXT: Final = 4096  # characters of a name, a label or an option: labels hold names of files
 MAX_POLICY_NUMBER: Final = 2**62
@@ -176,7 +176,7 @@ class OptionsHeader(_Model):
 
 
 class RowHeader(_Model):
-    """Where the text of a row stands, see `RowState`."""
+    """Where the text of a row stands, see `RowState`. Of checkpoints it has the numbers of tokens."""
 
     tokens_seen: Count
     next_position: Count
@@ -186,6 +186,7 @@ class RowHeader(_Model):
     pictures: tuple[tuple[int, int, int], ...]
     sinks: Count | None
     pins: tuple[tuple[Count, Count], ...] = ()
+    checkpoints: tuple[Size, ...]
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -207,6 +208,8 @@ class RowHeader(_Model):
             if not (last <= start <= stop <= end and 0 <= end + offset < MAX_PLACE):
                 raise ValueError(f"its pictures are not in order up to its end at {end}")
             last = stop
+        if list(self.checkpoints) != sorted({*self.checkpoints}) or max(self.checkpoints, default=0) > seen:
+            raise ValueError(f"its checkpoints are not in order up to its {seen} tokens")
         return self
 
     @property
@@ -222,11 +225,12 @@ class RowHeader(_Model):
     @classmethod
     def of(cls, row: RowState) -> RowHeader:
         """The header of `row`, without its ids."""
-        return cls.model_validate({name: getattr(row, name) for name in cls.model_fields})
+        ends = tuple(each.tokens for each in row.checkpoints)
+        return cls.model_validate({name: getattr(row, name) for name in cls.model_fields} | {"checkpoints": ends})
 
-    def row(self, ids: list[int] | None) -> RowState:
+    def row(self, ids: list[int] | None, checkpoints: tuple[StateCheckpoint, ...]) -> RowState:
         """The row again, without its padding, which is unknown."""
-        told = dict(self) | {"pictures": tuple(Picture(*each) for each in self.pictures)}
+        told = dict(self) | {"pictures": tuple(Picture(*each) for each in self.pictures), "checkpoints": checkpoints}
         return RowState(**told, ids=ids, known_ids=0 if ids is None else len(ids), padding=None)
 
 
@@ -266,6 +270,8 @@ class Header(_Model):
             raise ValueError(f"it has {len(self.rows)} rows, and its options a batch of {shown(self.options.batch)}")
         if self.options.limits.sinks != SYSTEM and any(row.sinks is not None or row.pins for row in self.rows):
             raise ValueError(f"a row has sinks of its own, and its options do not say {SYSTEM!r}")
+        if not self.has_states and any(row.checkpoints for row in self.rows):
+            raise ValueError("a row has checkpoints of states, and the file has no states")
         return self
 
     @classmethod
@@ -285,9 +291,11 @@ class Header(_Model):
         """Per row, the tokens it has read."""
         return [row.tokens_seen for row in self.rows]
 
-    def table(self, ids: list[list[int]] | None) -> RowTable:
-        """The rows again, with their `ids`."""
-        return RowTable(tuple(row.row(None if ids is None else ids[at]) for at, row in enumerate(self.rows)))
+    def table(self, ids: list[list[int]] | None, checkpoints: list[tuple[StateCheckpoint, ...]]) -> RowTable:
+        """The rows again, with their `ids` and checkpoints."""
+        known = [None] * len(self.rows) if ids is None else ids
+        each = zip(self.rows, known, checkpoints, strict=True)
+        return RowTable(tuple(row.row(own, kept) for row, own, kept in each))
 
     def policy_of(self, path: Path, given: Policy | None) -> Policy:
         """The policy of the file at `path`: made again of its header, or the one `given`, if it is the same.

@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from windlass.cache.cache import TextCache
 from windlass.cache.recurrent import RecurrentLayer
 from windlass.core.errors import UsageError
 from windlass.hf.passes import CACHE_NAMES, AttributePatch
@@ -24,6 +25,7 @@ from windlass.policies.wrappers import changes_keys, scoring_chunk
 RECURRENT: Final = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
 WITHOUT_MEMORY: Final = frozenset({"moe", "mlp"})
 STATE_PREFIX: Final = "states."  # prefix of the names of states in a file
+CHECKPOINT_PREFIX: Final = "checkpoints."  # prefix of those in checkpoints
 CONV: Final = "conv."  # prefix of the names of such tensors
 STATE: Final = "state."
 
@@ -125,6 +127,11 @@ def state_name(layer: int, name: str) -> str:
     return f"{STATE_PREFIX}{layer}.{name}"
 
 
+def checkpoint_name(row: int, tokens: int, state: str) -> str:
+    """The name in a file of a state, of which `state` is the name, in a row's checkpoint at so many tokens."""
+    return f"{CHECKPOINT_PREFIX}{row}.{tokens}.{state}"
+
+
 def meta_states(layers: Sequence[RecurrentLayer]) -> dict[str, Tensor]:
     """Their states by the names that a file has for them, without numbers."""
     named = [(layer, *each) for layer in layers for each in layer.tensors().items()]
@@ -171,13 +178,14 @@ CACHES: Final = frozenset({*CACHE_NAMES, "cache_params"})  # names of a layer's 
 
 @final
 class Columns:
-    """Calls a module for one token after the other where its layer has read a token: then `states_of` has states.
+    """Calls the module of a recurrent layer for some tokens of a pass one after the other: drafts, of which each may be
+    the last to stay, and all tokens where the layer `forgets` a state that it has in a pass of several.
 
     Padding leaves the states of its row as they are.
     """
 
-    def __init__(self, module: nn.Module, states_of: Callable[[int], Sequence[Tensor]]) -> None:
-        self._module, self._states_of = module, states_of
+    def __init__(self, module: nn.Module, cache: Callable[[], TextCache | None], forgets: bool) -> None:
+        self._module, self._cache, self._forgets = module, cache, forgets
         self._signature = inspect.signature(module.forward)
         self.replaced = AttributePatch(module, "forward", self.forward)
 
@@ -185,29 +193,58 @@ class Columns:
         """The module's output for each token, side by side. The arguments are its own."""
         given = dict(self._signature.bind(*args, **kwargs).arguments)
         given |= given.pop("kwargs", {})
-        inputs, mask, layer = given[STATES], given.get(MASK), self._module.layer_idx
-        assert isinstance(layer, int), "a recurrent layer without a number"
-        if inputs.shape[1] == 1 or not self._states_of(layer):
+        columns, cache = given[STATES].shape[1], self._cache()
+        step = None if cache is None else cache.text.pending
+        layer = None if cache is None else next(e for e in cache.recurrent if e.index == self._module.layer_idx)
+        widths = [] if layer is None or step is None else self._widths(columns, layer.is_empty, step.drafts)
+        if layer is None or len(widths) == 1 or not widths:
             whole: Tensor = self.replaced.original(*args, **kwargs)
             return whole
-        is_token = inputs.new_ones(inputs.shape[:2]) if mask is None else mask[:, -inputs.shape[1] :]
-        outs = []
-        for column, tokens in enumerate(inputs.split(1, 1)):
-            before = [state.clone() for state in self._states_of(layer)]
-            outs.append(self.replaced.original(**{**given, STATES: tokens, MASK: None}))
-            for state, was in zip(self._states_of(layer), before, strict=True):
-                is_read = is_token[:, column].bool().view(-1, *[1] * (state.ndim - 1))
-                state.copy_(state.where(is_read, was))
+        mask, outs, left = given.get(MASK), list[Tensor](), columns
+        for width in widths:
+            part = given | {STATES: given[STATES][:, columns - left : columns - left + width]}
+            part[MASK] = None if mask is None else mask[:, -left:][:, :width]
+            outs.append(self._part(part, layer))
+            left -= width
+            if step is not None and 0 < left <= step.drafts:
+                layer.note_draft(left)
         return torch.cat(outs, 1)
+
+    def _widths(self, columns: int, is_empty: bool, drafts: int) -> list[int]:
+        """The number of tokens of each call."""
+        first = columns - drafts
+        return [*([1] * first if self._forgets and not is_empty else [first]), *[1] * drafts]
+
+    def _part(self, given: dict[str, Any], layer: RecurrentLayer) -> Tensor:
+        """The output for some tokens. One of padding changes no state."""
+        mask, before = given[MASK], layer.tensors()
+        if given[STATES].shape[1] > 1 or mask is None:
+            out: Tensor = self.replaced.original(**given)
+            return out
+        before = {name: state.clone() for name, state in before.items()}
+        out = self.replaced.original(**given | {MASK: None})
+        for name, state in layer.tensors().items():
+            if name in before:
+                is_read = mask[:, -1].bool().view(-1, *[1] * (state.ndim - 1))
+                state.copy_(state.where(is_read, before[name]))
+        return out
 
 
 def columns_of(
-    modules: Iterable[nn.Module], layers: Iterable[int], states_of: Callable[[int], Sequence[Tensor]]
+    modules: Iterable[nn.Module], layers: Iterable[int], cache: Callable[[], TextCache | None], forgets: bool
 ) -> list[Columns]:
-    """Columns of the modules that hold the states of these layers, each now installed."""
-    numbers, found = set(layers), []
+    """Columns of the modules that hold the states of these layers, each now installed.
+
+    Raises: UsageError for drafts in a layer of which not one module is seen to hold the states.
+    """
+    found: dict[object, list[nn.Module]] = {number: [] for number in layers}
     for module in modules:
-        names = inspect.signature(module.forward).parameters.keys()
-        if module.layer_idx in numbers and STATES in names and MASK in names and names & CACHES:
-            found.append(Columns(module, states_of))
-    return found
+        taken = inspect.signature(module.forward).parameters.keys()
+        if module.layer_idx in found and STATES in taken and MASK in taken and taken & CACHES:
+            found[module.layer_idx].append(module)
+    for number, own in found.items():
+        own[:] = [each for each in own if not any(other in own for other in [*each.modules()][1:])]  # the innermost
+        if len(own) != 1 and not forgets:
+            names = ", ".join(type(each).__name__ for each in own) or "none"
+            raise UsageError(f"drafts: layer {number} keeps a state, and one module should hold it. Found: {names}")
+    return [Columns(module, cache, forgets) for own in found.values() for module in own]
