@@ -2,6 +2,7 @@
 
     python -m tests.helpers.replay scripts MODEL TEXT... [--count 1000]    # generated tool loops, tokens alone
     python -m tests.helpers.replay distance MODEL TEXT... [--count 20]     # with the model
+    python -m tests.helpers.replay seconds MODEL TEXT... --server NAME=URL... [--count 8]  # of servers, in turn
 
 TEXT are files of prose. Each prints JSON lines.
 """
@@ -10,6 +11,8 @@ import argparse
 import json
 import random
 import statistics
+import time
+import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -64,12 +67,29 @@ class Loop:
     day: int = 0
 
     @property
-    def prompt(self) -> str:
-        """The prompt that the client sends."""
+    def history(self) -> list[Message]:
+        """The messages that the client sends."""
         head = f"Request {self.draw.getrandbits(64):x}. " * (self.habit == "hash")
         system = Message("system", f"{head}Today is day {self.day}. {SYSTEM}")
         reminder = [Message("user", f"Remember: {SYSTEM[:240]}")] * (self.habit == "reminder")
-        return "".join(map(str, [system, *self.messages, *reminder])) + OPENING
+        return [system, *self.messages, *reminder]
+
+    @property
+    def prompt(self) -> str:
+        """The prompt that the client sends."""
+        return "".join(map(str, self.history)) + OPENING
+
+    @property
+    def sent(self) -> list[dict[str, str]]:
+        """The same as documents, in which the outputs of tools are messages of the user."""
+        thought = "(I think: {}) "
+        return [
+            {
+                "role": "user" if each.role == "tool" else each.role,
+                "content": thought.format(each.thought) * bool(each.thought) + each.text,
+            }
+            for each in self.history
+        ]
 
     def turn(self) -> str:
         """Edit the history, and add a message of the user or the output of a tool. Returns this message."""
@@ -212,20 +232,62 @@ def edits(ids: Tokenizer, files: Sequence[Path], number: int) -> dict[str, tuple
     return found
 
 
+def seconds(ids: Tokenizer, files: Sequence[Path], servers: dict[str, str], count: int) -> None:
+    """Seconds of each turn of loops until a token is there, at each server in turn, by whether its history was edited.
+
+    The server that is asked first changes from turn to turn. A turn without an edit begins with the messages before it.
+    """
+    found = defaultdict[tuple[str, bool, str], list[tuple[float, int]]](list)
+    for number in range(count):
+        draw, before, habit = random.Random(number), list[dict[str, str]](), HABITS[number % len(HABITS)]
+        loop = Loop(habit, prose(files, draw), draw)
+        for turn in range(draw.randrange(5, 15)):
+            loop.turn()
+            sent = loop.sent
+            size, is_edited = len(ids(" ".join(each["content"] for each in sent))), sent[: len(before)] != before
+            for name in sorted(servers, key=lambda name: (list(servers).index(name) + turn) % len(servers)):
+                taken = asked(servers[name], sent)
+                if turn:
+                    found[habit, is_edited, name].append((taken, size))
+            loop.answer()
+            before = sent
+    for (habit, is_edited, name), rows in found.items():
+        told = {"habit": habit, "edited": is_edited, "server": name, "turns": len(rows)}
+        told |= {
+            "seconds": statistics.median(row[0] for row in rows),
+            "tokens": statistics.mean(row[1] for row in rows),
+        }
+        print(json.dumps(told))
+
+
+def asked(url: str, messages: Sequence[dict[str, str]]) -> float:
+    """Seconds until a server has read messages and written a token."""
+    body = {"model": "any", "messages": messages, "max_tokens": 1, "temperature": 0}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    start = time.perf_counter()
+    with urllib.request.urlopen(request, timeout=600) as answer:
+        answer.read()
+    return time.perf_counter() - start
+
+
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("scripts", "distance"))
+    parser.add_argument("what", choices=("scripts", "distance", "seconds"))
     parser.add_argument("model", help="folder of a chat model")
     parser.add_argument("texts", type=Path, nargs="+", help="files of prose")
     parser.add_argument("--count", type=int, default=20, help="texts, or scripts of all habits together")
-    asked = parser.parse_args()
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(asked.model)
+    parser.add_argument("--server", action="append", default=[], help="NAME=URL, several times")
+    given = parser.parse_args()
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(given.model)
     ids: Tokenizer = lambda text: tuple(tokenizer(text)["input_ids"])  # noqa: E731
-    if asked.what == "scripts":
-        scripts(ids, asked.texts, asked.count)
+    if given.what == "scripts":
+        scripts(ids, given.texts, given.count)
+    elif given.what == "seconds":
+        seconds(ids, given.texts, dict(each.split("=", 1) for each in given.server), given.count)
     else:
-        distance(load(asked.model, "bfloat16")[0], ids, asked.texts, asked.count)
+        distance(load(given.model, "bfloat16")[0], ids, given.texts, given.count)
 
 
 if __name__ == "__main__":
