@@ -24,7 +24,7 @@ from windlass.core.step import PROMPT
 from windlass.engine.prefill import Reader, feed, feed_tokens
 from windlass.engine.prefix_cache import PrefixCache, Snapshots, key_of
 from windlass.engine.prefix_entry import CacheEntry
-from windlass.engine.recompute import LEAST, Alignment, EditPlan, Match
+from windlass.engine.recompute import LEAST, Alignment, EditPlan, Match, Sinks
 from windlass.engine.request import EXACT, PREFIX, Finish, Piece, Reuse, ReuseMode
 
 WIDE, PLENTY = 400, 1 << 28
@@ -236,6 +236,24 @@ def test_recall_finds_moved_tokens(one_layer: tuple[PreTrainedModel, PreTrainedM
         assert reader.logits is not None
         assert reader.moved, name
         assert torch.allclose(reader.logits, logits, atol=2e-5), name
+
+
+@pytest.mark.parametrize("policy", ["key_diff", "recent"])
+@pytest.mark.parametrize(("head", "new_tokens"), [(19, 1), (22, 4), (23, 5), (31, 13), (45, 27), (45, 5), (51, 2)])
+def test_a_system_text_of_another_length(
+    attached_model: Models, text: Text, policy: str, head: int, new_tokens: int
+) -> None:
+    """All of its tokens are held, the rest comes from the row, and the next request finds the row by its new text."""
+    model, (a, b, c, d, e) = attached_model("llama"), rows_of(text, 23, 61, 37, 29, 45)
+    options, new = options_of(budget=60, sinks="system", policy=policy), [*e[:new_tokens], *a[5:], *b, *c, *d]
+    snapshots = kept(model, a + b + c, options=options, head=23)
+    reader = reader_of(model, new, snapshots, options=options, head=head)
+    assert reader.moved + reader.cached > len(b)
+    assert all({*range(head)} <= own for layer in held(reader.cache) for own in layer)
+    assert reader.cache.rows.rows[0].sinks == head
+    snapshots.keep(reader.entry)
+    again = reader_of(model, [*new, *a], snapshots, options=options, head=head)
+    assert (again.moved, again.cached) == (0, len(new))
 
 
 @pytest.mark.parametrize("policy", ["key_diff", "recent", "h2o"])
@@ -462,14 +480,21 @@ def test_an_alignment_by_hand() -> None:
     assert Alignment(new).to(old) == [Match(0, 0, 7), Match(37, 57, 40)]
     assert LEAST == 16
     runs = [Match(0, 0, 9), Match(12, 20, 30)]
-    plan = EditPlan.of(runs, 50, 4, 0)
+    plan = EditPlan.of(runs, 50, Sinks(4, 4), 0)
     assert (plan.cached, plan.end, plan.head, plan.gaps, plan.again) == (9 + 29, 49, 9, [*range(9, 20)], 0)
     moves = plan.moves(45)
     assert [moves[at] for at in (0, 8, 9, 11, 12, 40, 41, 44)] == [0, 8, -1, -1, 20, 48, -1, -1]
-    plan = EditPlan.of(runs, 60, 4, 5)
+    plan = EditPlan.of(runs, 60, Sinks(4, 4), 5)
     assert (plan.cached, plan.gaps, plan.again) == (9 + 25, [*range(9, 25)], 5)
-    plan = EditPlan.of([Match(30, 2, 25)], 60, 6, 0)  # the first six tokens of the prompt come from its beginning
+    plan = EditPlan.of([Match(30, 2, 25)], 60, Sinks(6, 6), 0)  # the first six come from tokens that were never evicted
     assert (plan.runs, plan.head) == ((Match(34, 6, 21),), 0)
+    # Of a row with 25 such tokens, 16 stay so, two are read, and the others follow.
+    plan = EditPlan.of([Match(9, 7, 50)], 90, Sinks(25, 25), 0)
+    assert (plan.runs, plan.gaps) == ((Match(9, 7, 16), Match(27, 25, 32)), [*range(7), 23, 24])
+    plan = EditPlan.of([Match(0, 0, 50)], 90, Sinks(10, 20), 0)
+    assert (plan.cached, plan.gaps) == (40, [*range(10, 20)])
+    plan = EditPlan.of([Match(9, 12, 50)], 90, Sinks(25, 28), 0)
+    assert (plan.runs, plan.gaps) == ((Match(9, 12, 50),), [*range(12)])
 
 
 def test_alignments_of_random_edits() -> None:

@@ -26,7 +26,7 @@ from windlass.cache.options import CacheOptions
 from windlass.core.step import PROMPT
 from windlass.engine.prefill import Reader, feed
 from windlass.engine.prefix_cache import PrefixCache, Snapshots
-from windlass.engine.recompute import Alignment, EditPlan, shared
+from windlass.engine.recompute import Alignment, EditPlan, Sinks, shared
 from windlass.engine.request import PREFIX, Request, Reuse, ReuseMode
 from windlass.engine.text import Stops
 from windlass.hf.load import load
@@ -34,7 +34,7 @@ from windlass.hf.load import load
 HABITS: Final = ("thoughts", "reminder", "pruned", "early word", "hash", "branch", "retry", "plain")
 MODES: Final = ("edited", "edited(16)")
 FURTHER: Final = 64  # tokens whose predictions are compared
-SINKS: Final = 4
+SINKS: Final = Sinks(4, 4)
 OPENING: Final = "<|im_start|>assistant\n"
 SYSTEM: Final = "You call tools to do what the user asks. Think before you call one, and say what you have found. " * 6
 OPTIONS: Final = CacheOptions(budget=8192, policy="key_diff", rollback=0)
@@ -238,6 +238,9 @@ def seconds(ids: Tokenizer, files: Sequence[Path], servers: dict[str, str], coun
     The server that is asked first changes from turn to turn. A turn without an edit begins with the messages before it.
     """
     found = defaultdict[tuple[str, bool, str], list[tuple[float, int]]](list)
+    models = {
+        name: json.load(urllib.request.urlopen(f"{url}/v1/models"))["data"][0]["id"] for name, url in servers.items()
+    }
     for number in range(count):
         draw, before, habit = random.Random(number), list[dict[str, str]](), HABITS[number % len(HABITS)]
         loop = Loop(habit, prose(files, draw), draw)
@@ -246,7 +249,7 @@ def seconds(ids: Tokenizer, files: Sequence[Path], servers: dict[str, str], coun
             sent = loop.sent
             size, is_edited = len(ids(" ".join(each["content"] for each in sent))), sent[: len(before)] != before
             for name in sorted(servers, key=lambda name: (list(servers).index(name) + turn) % len(servers)):
-                taken = asked(servers[name], sent)
+                taken = asked(servers[name], models[name], sent)
                 if turn:
                     found[habit, is_edited, name].append((taken, size))
             loop.answer()
@@ -260,9 +263,9 @@ def seconds(ids: Tokenizer, files: Sequence[Path], servers: dict[str, str], coun
         print(json.dumps(told))
 
 
-def asked(url: str, messages: Sequence[dict[str, str]]) -> float:
+def asked(url: str, model: str, messages: Sequence[dict[str, str]]) -> float:
     """Seconds until a server has read messages and written a token."""
-    body = {"model": "any", "messages": messages, "max_tokens": 1, "temperature": 0}
+    body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
     start = time.perf_counter()

@@ -20,7 +20,7 @@ from windlass.engine import recompute
 from windlass.engine.decode import logprobs_of
 from windlass.engine.prefix_cache import Snapshots, key_of, pack
 from windlass.engine.prefix_entry import CacheEntry, EditedRow
-from windlass.engine.recompute import Alignment, EditPlan
+from windlass.engine.recompute import Alignment, EditPlan, Sinks
 from windlass.engine.request import Logprob, Request
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
@@ -149,7 +149,7 @@ def revise(model: PreTrainedModel, cache: KVCache, ids: Sequence[int], progress:
     if not old or row.pins or row.next_position != len(old) or find(cache.policy, OneShot) is not None:
         return None
     sinks = int(cache.options.sinks) if row.sinks is None else row.sinks
-    plan = EditPlan.of(Alignment(tuple(ids)).to(tuple(old)), len(ids) + 1, sinks, window=0)
+    plan = EditPlan.of(Alignment(tuple(ids)).to(tuple(old)), len(ids) + 1, Sinks(sinks, sinks), window=0)
     gaps, rest = plan.gaps, list(ids[plan.end :])
     if not plan.cached or not takes_edits(cache, plan.end, bool(gaps)):
         return None

@@ -12,7 +12,7 @@ from windlass.cache.edits import holds_all, remap, takes_edits
 from windlass.core.parse import DEFAULT_SINKS, SYSTEM
 from windlass.engine.disk import DiskTier
 from windlass.engine.prefix_entry import CacheEntry, CacheKey, EditedRow, EntryInfo, EntrySelector
-from windlass.engine.recompute import LEAST, Alignment, EditPlan, shared
+from windlass.engine.recompute import LEAST, Alignment, EditPlan, Sinks, shared
 from windlass.engine.request import Request
 from windlass.hf.kv_cache import KVCache
 
@@ -47,8 +47,12 @@ class PrefixCache:
 
     def of(self, key: CacheKey) -> list[CacheEntry]:
         """Entries with this key."""
+        return self.those(lambda each: each == key)
+
+    def those(self, is_meant: Callable[[CacheKey], bool]) -> list[CacheEntry]:
+        """Entries with such keys."""
         with self._lock:
-            return [each for each in self._held if each.key == key]
+            return [each for each in self._held if is_meant(each.key)]
 
     def take(self, kept: CacheEntry) -> bool:
         """Take an entry out. Returns whether it was here."""
@@ -158,7 +162,9 @@ class Snapshots:
         """
         if not request.reuse.lookup or not self.kept.limit:
             return None
-        best = max(self._rows(request), key=lambda each: (each.usable(request), each.is_text), default=None)
+        best = max(
+            self._rows(key_of(request).__eq__), key=lambda each: (each.usable(request), each.is_text), default=None
+        )
         length = 0 if best is None else best.usable(request)
         found = None if self._disk is None else self._disk.longest(request, key_of(request), length)
         if found is not None:
@@ -177,23 +183,28 @@ class Snapshots:
 
         None: the request takes no such row, or begins with nearly as many tokens of one.
         """
-        mode, prompt = request.reuse.mode, request.prompt
-        rows = self._rows(request) if mode.name == "edited" and request.reuse.lookup and self.kept.limit else []
+        mode, prompt, key = request.reuse.mode, request.prompt, key_of(request)
+        is_wanted = mode.name == "edited" and request.reuse.lookup and self.kept.limit > 0
+        rows = self._rows(key.is_like) if is_wanted else []
         if not rows:
             return None
-        alignment, sinks = Alignment(prompt), request.options.sinks
-        protected = max(request.head, DEFAULT_SINKS) if sinks == SYSTEM else int(sinks)
-        plans = [EditPlan.of(alignment.to(row.tokens), len(prompt), protected, mode.edit_window) for row in rows]
+        alignment, plans = Alignment(prompt), list[EditPlan]()
+        for row in rows:
+            sinks = Sinks(*(_sinks_of(each, request) for each in (row.key, key)))
+            plans.append(EditPlan.of(alignment.to(row.tokens), len(prompt), sinks, mode.edit_window))
         row, plan = max(zip(rows, plans, strict=True), key=lambda pair: (pair[1].cached, pair[0].is_text))
-        gaps, least = tuple(plan.gaps), LEAST + max(each.usable(request) for each in rows)
+        least = LEAST + max((each.usable(request) for each in rows if each.key == key), default=0)
+        gaps = tuple(plan.gaps)
         if plan.cached < least or not takes_edits(row.cache, plan.end, bool(gaps)):
             return None
         if not (_may_move(row, request, plan.cached) and self._take(row)):
             self.kept.use(row)
             row = row.first(len(row.tokens))
         remap(row.cache, plan.moves(len(row.tokens)), plan.end)
+        if request.options.sinks == SYSTEM:
+            row.cache.set_sinks(request.head)
         passes, sound = tuple(end for end in row.passes if end <= plan.head), min(plan.head, row.read_in_order)
-        entry = replace(row, tokens=prompt[: plan.end], passes=passes, logits=None, sound=sound)
+        entry = replace(row, key=key, tokens=prompt[: plan.end], passes=passes, logits=None, sound=sound)
         return EditedRow(entry, gaps, plan.cached - plan.head, plan.again)
 
     def wanted(self, request: Request) -> frozenset[int]:
@@ -273,11 +284,10 @@ class Snapshots:
     def _of(self, request: Request) -> list[CacheEntry]:
         return self.kept.of(key_of(request))
 
-    def _rows(self, request: Request) -> list[CacheEntry]:
+    def _rows(self, is_meant: Callable[[CacheKey], bool]) -> list[CacheEntry]:
         """Rows that a request may take or copy: those that are kept, and those under way that can be cut."""
-        key = key_of(request)
         under_way = [entry for each in self.under_way if (entry := each.entry) is not None]
-        return self.kept.of(key) + [each for each in under_way if each.holds_all and each.key == key]
+        return self.kept.those(is_meant) + [each for each in under_way if each.holds_all and is_meant(each.key)]
 
 
 def _others(held: Sequence[EntryInfo], files: Sequence[EntryInfo]) -> list[EntryInfo]:
@@ -289,6 +299,12 @@ def _others(held: Sequence[EntryInfo], files: Sequence[EntryInfo]) -> list[Entry
 def key_of(request: Request) -> CacheKey:
     """The key of the prefixes of a request's prompt."""
     return CacheKey.of("prefix", request, request.options)
+
+
+def _sinks_of(key: CacheKey, request: Request) -> int:
+    """The number of first tokens that are never evicted in rows with this key, for a request with such options."""
+    own, told = request.options.sinks, key.labels[-1]
+    return max(told, DEFAULT_SINKS) if own == SYSTEM and isinstance(told, int) else int(own)
 
 
 def pack(cache: KVCache) -> None:

@@ -39,6 +39,11 @@ class CacheKey:
         sinks = request.kept if options.sinks == SYSTEM else None
         return cls(kind, request.tenant, request.reuse.name, (*options.labels().values(), sinks), prefix)
 
+    def is_like(self, other: CacheKey) -> bool:
+        """Return True if their rows differ in system texts at most, neither of them with pins."""
+        are_sinks = not any(isinstance(each.labels[-1], str) for each in (self, other))
+        return are_sinks and replace(self, labels=self.labels[:-1]) == replace(other, labels=other.labels[:-1])
+
 
 SLOT_BYTES: Final = 1 << 16  # of a copy, beside its tokens
 

@@ -271,6 +271,19 @@ class Match(NamedTuple):
         return Match(self.old + start, self.new + start, self.size - start - stop)
 
 
+class Sinks(NamedTuple):
+    """Numbers of first tokens that are never evicted: of the row as it is, and of the prompt that it becomes."""
+
+    old: int
+    new: int
+
+    def parts(self, run: Match) -> list[Match]:
+        """The parts of a run without the tokens that would come to stand among these, and may have been evicted."""
+        start = min(max(self.old - run.old, 0), run.size)
+        stop = min(max(self.new - run.new, 0), run.size)
+        return [run] if stop <= start else [run.cut(0, run.size - start), run.cut(stop, 0)]
+
+
 @final
 class Alignment:
     """Finds runs of a prompt in other texts, in time that grows with their tokens, whatever these are."""
@@ -323,18 +336,17 @@ class EditPlan:
     again: int = 0
 
     @classmethod
-    def of(cls, runs: Sequence[Match], tokens: int, sinks: int, window: int) -> "EditPlan":
+    def of(cls, runs: Sequence[Match], tokens: int, sinks: Sinks, window: int) -> "EditPlan":
         """The plan for a prompt of so many tokens, whose last is read in any case.
 
-        `sinks`: tokens of its beginning that no others may become. `window`: tokens behind each edit to be read again.
+        `window`: tokens behind each edit to be read again.
         """
         found, again = list[Match](), 0
-        for run in runs:
+        for run in (part for each in runs for part in sinks.parts(each)):
             is_edit = run.new > 0 or run.old > 0
-            above = max(sinks - run.new, 0) if run.old > run.new else 0
-            begin = max(above, window * is_edit)
-            kept = run.cut(min(begin, run.size), max(run.new + run.size - tokens + 1, 0))
-            again += min(max(begin - above, 0), run.size) if is_edit else 0
+            begin = min(window * is_edit, run.size)
+            kept = run.cut(begin, max(run.new + run.size - tokens + 1, 0))
+            again += begin
             if kept.size >= (LEAST if is_edit else 1):
                 found.append(kept)
         return cls(tuple(found), again)
