@@ -35,7 +35,7 @@ from windlass.hf.probe import QueryScale, eval_mode
 from windlass.hf.recurrent import LayerKinds
 from windlass.hf.self_check import ROUNDING
 from windlass.hf.weights import FewRows, linears_of, watch_weights
-from windlass.kernels.cpu import MAX_ROWS
+from windlass.kernels.cpu import MANY_ROWS
 from windlass.positions.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -517,7 +517,7 @@ class FewTokensLayer:
         if not self._whole.is_served or len(args) != 1 or type(args[0]) is not Tensor:
             return None
         hidden, cache = args[0], our_cache(kwargs)
-        if hidden.ndim != 3 or not 0 < hidden.shape[0] * hidden.shape[1] <= MAX_ROWS or not hidden.is_contiguous():
+        if hidden.ndim != 3 or not 0 < hidden.shape[0] * hidden.shape[1] <= MANY_ROWS or not hidden.is_contiguous():
             return None
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or hidden.device.type != "cpu":
             return None
@@ -527,7 +527,9 @@ class FewTokensLayer:
             return None
         self._all.prepare(cache.text.pending, hidden.dtype, hidden.device)
         prepared = self._prepared
-        return None if prepared is None or prepared.dtype is not hidden.dtype else prepared.kernel
+        if prepared is None or prepared.dtype is not hidden.dtype or prepared.kernel is None:
+            return None
+        return prepared.kernel if hidden.shape[0] * hidden.shape[1] <= prepared.kernel.most_tokens else None
 
     @property
     def kernel(self) -> FewTokens | None:

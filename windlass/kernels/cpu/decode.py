@@ -1,7 +1,7 @@
 """A decode step of a layer, and a decoder layer for few tokens, in C++."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
@@ -252,7 +252,7 @@ class ThreadChoice:
 
 @final
 class FewTokens:
-    """`reference_layer` for the same layer, pass after pass, for up to MAX_ROWS tokens, all rows counted.
+    """`reference_layer` for the same layer, pass after pass, for up to `most_tokens` tokens, all rows counted.
 
     Call it only while the layer's weights have the memory that they had. The result of a token does not depend on the
     other tokens.
@@ -263,6 +263,7 @@ class FewTokens:
         self._kept = scales  # the compiled module reads their memory
         self.threads = defaultdict[int, ThreadChoice](ThreadChoice)  # by the number of rows
         self.head_dim = layer.head_dim
+        self.most_tokens = cpu.MANY_ROWS if all(each.is_coded for each in layer.linears) else cpu.MAX_ROWS
         self.heads = [each.out_features // layer.head_dim for each in (layer.query, layer.key, layer.value)]
         linears = zip(layer.linears, scales, strict=True)
         first, second, of_queries, of_keys = (_norm_arguments(each) for each in layer.norms)
@@ -282,16 +283,26 @@ class FewTokens:
 
     def before_attention(self, hidden: Hidden) -> tuple[Queries, NewKeys, NewValues]:
         """See `reference_layer.before_attention`. `hidden` is contiguous."""
-        states, tokens = self.states(hidden), hidden.shape[0] * hidden.shape[1]
-        self.native.before(tokens, hidden.data_ptr(), _addresses(states), torch.get_num_threads())
+        states, threads = self.states(hidden), torch.get_num_threads()
+        for tokens, (own, *to) in _slices([hidden, *(each.transpose(1, 2) for each in states)]):
+            self.native.before(tokens, own, (to[0], to[1], to[2]), threads)
         return states
 
     def after_attention(self, hidden: Hidden, attended: AttendedTokens) -> Hidden:
         """See `reference_layer.after_attention`. Both are contiguous."""
-        result = torch.empty_like(hidden)
-        rows, threads = hidden.shape[0] * hidden.shape[1], torch.get_num_threads()
-        self.native.after(rows, hidden.data_ptr(), attended.data_ptr(), result.data_ptr(), threads)
+        result, threads = torch.empty_like(hidden), torch.get_num_threads()
+        for tokens, (own, its, to) in _slices([hidden, attended, result]):
+            self.native.after(tokens, own, its, to, threads)
         return result
+
+
+def _slices(tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[int]]]:
+    """The number of tokens and the addresses of slices of contiguous tensors (batch, tokens, ...), MAX_ROWS at most."""
+    batch, tokens = tensors[0].shape[:2]
+    sizes = [each.nbytes // (batch * tokens) for each in tensors]
+    for first in range(0, batch * tokens, cpu.MAX_ROWS):
+        addresses = [each.data_ptr() + first * size for each, size in zip(tensors, sizes, strict=True)]
+        yield min(cpu.MAX_ROWS, batch * tokens - first), addresses
 
 
 @dataclass(frozen=True, eq=False)
@@ -512,11 +523,6 @@ def _fits(layer: DecoderLayer) -> bool:
 def _width(norm: Norm | None) -> int:
     """The number of a norm's weights. 0 for none."""
     return 0 if norm is None else norm.weights.numel()
-
-
-def _addresses(states: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int, int]:
-    queries, keys, values = states
-    return queries.data_ptr(), keys.data_ptr(), values.data_ptr()
 
 
 def _norm_arguments(norm: Norm | None) -> tuple[int, int, float, int]:
