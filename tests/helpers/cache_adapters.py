@@ -47,7 +47,7 @@ class Twin:
 
     def attend(
         self, module: Any, queries: Tensor, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, None]:  # an attention function as transformers calls them
         """Note the inputs, and give the replayed outputs."""
         self.states.append((queries, keys, values))
         return self.outs[len(self.states) - 1].transpose(1, 2), None

@@ -47,12 +47,12 @@ class PrefixCache:
 
     def of(self, key: CacheKey) -> list[CacheEntry]:
         """Entries with this key."""
-        return self.those(lambda each: each == key)
+        return self.matching(lambda each: each == key)
 
-    def those(self, is_meant: Callable[[CacheKey], bool]) -> list[CacheEntry]:
-        """Entries with such keys."""
+    def matching(self, matches: Callable[[CacheKey], bool]) -> list[CacheEntry]:
+        """Entries whose keys match."""
         with self._lock:
-            return [each for each in self._held if is_meant(each.key)]
+            return [each for each in self._held if matches(each.key)]
 
     def take(self, kept: CacheEntry) -> bool:
         """Take an entry out. Returns whether it was here."""
@@ -162,11 +162,11 @@ class Snapshots:
         """
         if not request.reuse.lookup or not self.kept.limit:
             return None
-        best = max(
-            self._rows(key_of(request).__eq__), key=lambda each: (each.usable(request), each.is_text), default=None
-        )
+        own = key_of(request)
+        rows = self._rows(lambda key: key == own)
+        best = max(rows, key=lambda each: (each.usable(request), each.is_text), default=None)
         length = 0 if best is None else best.usable(request)
-        found = None if self._disk is None else self._disk.longest(request, key_of(request), length)
+        found = None if self._disk is None else self._disk.longest(request, own, length)
         if found is not None:
             best, length = found, found.usable(request)
         if best is None or not length:
@@ -284,10 +284,10 @@ class Snapshots:
     def _of(self, request: Request) -> list[CacheEntry]:
         return self.kept.of(key_of(request))
 
-    def _rows(self, is_meant: Callable[[CacheKey], bool]) -> list[CacheEntry]:
-        """Rows that a request may take or copy: those that are kept, and those under way that can be cut."""
+    def _rows(self, matches: Callable[[CacheKey], bool]) -> list[CacheEntry]:
+        """Rows that a request may take or copy: kept ones, and those under way that can be cut, whose keys match."""
         under_way = [entry for each in self.under_way if (entry := each.entry) is not None]
-        return self.kept.those(is_meant) + [each for each in under_way if each.holds_all and is_meant(each.key)]
+        return self.kept.matching(matches) + [each for each in under_way if each.holds_all and matches(each.key)]
 
 
 def _others(held: Sequence[EntryInfo], files: Sequence[EntryInfo]) -> list[EntryInfo]:

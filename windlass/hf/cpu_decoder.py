@@ -517,7 +517,8 @@ class FewTokensLayer:
         if not self._whole.is_served or len(args) != 1 or type(args[0]) is not Tensor:
             return None
         hidden, cache = args[0], our_cache(kwargs)
-        if hidden.ndim != 3 or not 0 < hidden.shape[0] * hidden.shape[1] <= MANY_ROWS or not hidden.is_contiguous():
+        tokens = hidden.shape[:-1].numel()
+        if hidden.ndim != 3 or not 0 < tokens <= MANY_ROWS or not hidden.is_contiguous():
             return None
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or hidden.device.type != "cpu":
             return None
@@ -529,7 +530,7 @@ class FewTokensLayer:
         prepared = self._prepared
         if prepared is None or prepared.dtype is not hidden.dtype or prepared.kernel is None:
             return None
-        return prepared.kernel if hidden.shape[0] * hidden.shape[1] <= prepared.kernel.most_tokens else None
+        return prepared.kernel if tokens <= prepared.kernel.most_tokens else None
 
     @property
     def kernel(self) -> FewTokens | None:
