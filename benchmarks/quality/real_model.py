@@ -122,11 +122,9 @@ def cells(name: str = "smollm2") -> list[Cell]:
     ordered += rows_of("stream", 1536, 256, limits) + rows_of("facts", 1000, 250, limits)
     ordered += beside("stream", 1536, 256, policies) + beside("stream", 1536, 256, core, 8)
     ordered += beside("chats", 0, 256, talks) + beside("facts", 4000, 1000, few)
+    ordered += beside("stream", 12_288, 256, modes)
     ordered += [cell for budget in (128, 512) for cell in beside("stream", 1536, budget, core)]
-    ordered += (
-        beside("stream", 3072, 1024, few) + beside("facts", 4000, 500, few) + beside("chats", 0, 256, talks, part=1)
-    )
-    ordered += beside("stream", 12_288, 256, modes) + beside("facts", 7000, 875, few)
+    ordered += beside("stream", 3072, 1024, few) + beside("facts", 4000, 500, few) + beside("facts", 7000, 875, few)
     keys = [cell.key for cell in ordered]
     return [cell for at, cell in enumerate(ordered) if keys.index(cell.key) == at]
 
