@@ -73,6 +73,11 @@ def test_codes_are_worth_to_the_last_bit_what_gguf_makes_of_them(kind: str, tmp_
         assert torch.equal(
             nn.functional.embedding(torch.tensor([[129, 0], [64, 5]]), weights), wanted[[129, 0, 64, 5]].view(2, 2, 512)
         )
+        for row in (0, 63, 64, 129):  # one alone is decoded by the kernel, with its block
+            assert torch.equal(nn.functional.embedding(torch.tensor([[row]]), weights)[0, 0], wanted[row])
+        for bad in ([130], [-1], [3, 130]):
+            with pytest.raises(IndexError, match="130 rows"):
+                nn.functional.embedding(torch.tensor([bad]), weights)
     bits = stored_bytes(weights) * 8 / (192 * 512)  # in whole blocks of 64 outputs
     own = stored.nbytes * 8 / truth.numel()
     assert own <= bits < (own + 0.13 if LAYOUTS[kind].bits == 4 or kind == "Q8_0" else 9.1)
@@ -148,7 +153,7 @@ def test_every_type_goes_through_a_decoder(kind: str, tmp_path: Path) -> None:
     model, _ = windlass.load(tmp_path / "m.gguf", "float32")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with torch.no_grad():
-        expected = theirs(tmp_path / "m.gguf")(IDS).logits
+        expected = theirs(tmp_path / "m.gguf", torch.float64)(IDS).logits
     cache, ours = KVCache(model), []
     for part in IDS.split([20, *[1] * 20], 1):
         with torch.no_grad():

@@ -333,15 +333,16 @@ class WholeDecoder:
         if kernels_of_all is None:
             return None
         hidden = kwargs.get(EMBEDS)
-        weight = self.decoder.embed_tokens.weight
-        expected = weight.new_empty(cache.batch_size, 1, weight.shape[1])
+        embedding = self.decoder.embed_tokens
+        weight, width = embedding.weight, embedding.embedding_dim
+        expected = torch.empty(cache.batch_size, 1, width, dtype=weight.dtype, device=weight.device)
         if hidden is not None and not _is_like(hidden, expected):
             return None
         fused = cache.fused_decode(kernels_of_all, expected, self._calls)
         if fused is None:
             return None
         if hidden is None:
-            hidden = self.decoder.embed_tokens(kwargs[IDS])
+            hidden = embedding(kwargs[IDS])
         out = self.decoder.norm(cache.decode(fused, hidden))
         given: dict[str, Any] = {"last_hidden_state": out, self._cache_name: cache}
         return BaseModelOutputWithPast(**given)

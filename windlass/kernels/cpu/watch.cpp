@@ -12,6 +12,8 @@ namespace nb = nanobind;
 namespace windlass {
 namespace {
 
+constexpr std::size_t AHEAD = 8, KEY_LINES = 5, LINE = 64;  // facts, lines of a module's dictionary, bytes
+
 class Watch {
   public:
     // The dictionary has this object, or one equal to it, at the key. A null object means that the key is missing.
@@ -25,11 +27,18 @@ class Watch {
     void address(nb::object tensor) { addresses.push_back({tensor, address_of(tensor)}); }
 
     bool is_unchanged() const {
+        for (const auto &[tensor, address] : addresses) __builtin_prefetch(tensor.ptr());
+        for (const Fact &each : types) __builtin_prefetch(each.owner.ptr());
         for (const Fact &each : types)
             if (reinterpret_cast<PyObject *>(Py_TYPE(each.owner.ptr())) != each.value.ptr()) return false;
-        for (const Fact &each : items)
+        for (std::size_t i = 0; i < items.size(); ++i) {
+            fetch_ahead(items, i);
+            const Fact &each = items[i];
             if (!is_same(PyDict_GetItemWithError(each.owner.ptr(), each.name.ptr()), each.value)) return false;
-        for (const Fact &each : empties) {
+        }
+        for (std::size_t i = 0; i < empties.size(); ++i) {
+            fetch_ahead(empties, i);
+            const Fact &each = empties[i];
             PyObject *found = PyDict_GetItemWithError(each.owner.ptr(), each.name.ptr());
             if (found && PyDict_Check(found) && PyDict_Size(found) == 0) continue;
             return false;
@@ -57,6 +66,15 @@ class Watch {
     std::vector<Fact> items, empties, attributes, types;
     std::vector<Memory> addresses;
 
+    // Weights have driven the dictionaries out of the caches since the token before: fetch those of later facts meanwhile.
+    static void fetch_ahead(const std::vector<Fact> &facts, std::size_t at) {
+        if (at + 2 * AHEAD >= facts.size()) return;
+        __builtin_prefetch(facts[at + 2 * AHEAD].owner.ptr());
+        const auto *keys = reinterpret_cast<const char *>(
+            reinterpret_cast<const PyDictObject *>(facts[at + AHEAD].owner.ptr())->ma_keys);
+        for (std::size_t line = 0; line < KEY_LINES; ++line) __builtin_prefetch(keys + line * LINE);
+    }
+
     static bool is_same(PyObject *found, const nb::object &value) {
         if (!found) PyErr_Clear();
         if (!found || !value.is_valid()) return !found && !value.is_valid();
@@ -68,7 +86,10 @@ class Watch {
         return is_equal == 1;
     }
 
-    static std::uint64_t address_of(const nb::object &tensor) { return nb::cast<std::uint64_t>(tensor.attr("data_ptr")()); }
+    static std::uint64_t address_of(const nb::object &tensor) {
+        static PyObject *const name = PyUnicode_InternFromString("data_ptr");
+        return nb::cast<std::uint64_t>(nb::steal(PyObject_CallMethodNoArgs(tensor.ptr(), name)));
+    }
 };
 
 }  // namespace
