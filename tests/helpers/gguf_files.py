@@ -147,14 +147,15 @@ def write(
         else:
             parts = {f"{names.get_name(stem)}.{ending}": _stored(family, name, numbers)}
         for stored, part in parts.items():
-            type_name = (own or {}).get(stored, kind) if part.ndim > 1 else "F32"
+            is_float = part.ndim == 1 or "ffn_gate_inp" in stored  # routers of experts are floats in all files
+            type_name = "F32" if is_float else (own or {}).get(stored, kind)
             if type_name in ("F32", "F16"):
                 writer.add_tensor(stored, part.astype(np.float32 if type_name == "F32" else np.float16))
                 continue
             try:
                 raw = quantize(np.ascontiguousarray(part, np.float32), GGMLQuantizationType[type_name])
             except NotImplementedError:
-                raw = blocks(type_name, part.shape[0], part.shape[1], seed=len(done))
+                raw = blocks(type_name, part[..., 0].size, part.shape[-1], seed=len(done)).reshape(*part.shape[:-1], -1)
             writer.add_tensor(stored, raw, raw_dtype=GGMLQuantizationType[type_name])
     for name, numbers in (extra or {}).items():
         writer.add_tensor(name, numbers)

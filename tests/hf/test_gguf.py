@@ -33,7 +33,7 @@ from windlass.kernels import cpu, reference
 gguf = pytest.importorskip("gguf")
 
 from windlass.hf.gguf import HeaderReader, config_of, dtype_of, read_header  # noqa: E402
-from windlass.hf.gguf.blocks import LAYOUTS, StoredTensor, codes_of  # noqa: E402
+from windlass.hf.gguf.blocks import LAYOUTS, StoredTensor, codes_of, codes_of_experts  # noqa: E402
 
 IDS = torch.arange(40)[None] * 5 % 250
 
@@ -117,7 +117,7 @@ def test_a_product_is_that_of_the_decoded_matrix(
 def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", family, "Q4_1")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if family == "qwen3moe" else "error")
+        warnings.simplefilter("error")
         model, tokenizer = windlass.load(tmp_path / "m.gguf", "float32")
     truth = theirs(tmp_path / "m.gguf")
     with torch.no_grad():
@@ -153,12 +153,67 @@ def test_every_type_goes_through_a_decoder(kind: str, tmp_path: Path) -> None:
     model, _ = windlass.load(tmp_path / "m.gguf", "float32")
     assert model.lm_head.weight is model.model.embed_tokens.weight
     with torch.no_grad():
-        expected = theirs(tmp_path / "m.gguf", torch.float64)(IDS).logits
+        expected = theirs(tmp_path / "m.gguf").double()(IDS).logits
     cache, ours = KVCache(model), []
     for part in IDS.split([20, *[1] * 20], 1):
         with torch.no_grad():
             ours.append(model(part, past_key_values=cache).logits)
     assert (torch.cat(ours, 1) - expected).abs().max() < 5e-5 * expected.std()
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_experts_are_codes_one_matrix_each(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "two").write_bytes((first := blocks(kind, 3 * 40, 512)).tobytes())
+    with (tmp_path / "two").open("ab") as file:
+        file.write((second := blocks(kind, 3 * 61, 512, seed=1)).tobytes())
+    parts = [
+        StoredTensor("gate", kind, (3, 40, 512), 0, first.shape[1]),
+        StoredTensor("up", kind, (3, 61, 512), first.nbytes, second.shape[1]),
+    ]
+    number = gguf.GGMLQuantizationType[kind]
+    gate, up = (torch.from_numpy(gguf.dequantize(raw, number)).view(3, -1, 512) for raw in (first, second))
+    wanted, inputs = torch.cat([gate, up], 1), torch.randn(2, 512)
+    weights = CodedWeights(codes_of_experts(tmp_path / "two", parts), torch.float32, kind)
+    assert weights.shape == (3, 101, 512)
+    assert torch.equal(weights.decoded(), wanted)
+    assert torch.equal(weights[torch.tensor([2, 0])], wanted[[2, 0]])
+    for index in (1, torch.tensor(2)):
+        one = weights[index]
+        assert isinstance(one, CodedWeights)
+        assert torch.equal(one.decoded(), wanted[index])
+        assert one.codes.data_ptr() == weights.codes[index].data_ptr()  # no copy
+        truth = nn.functional.linear(inputs.double(), wanted[index].double())
+        assert (nn.functional.linear(inputs, one) - truth).abs().max() < 1e-5 * truth.abs().max()
+
+
+MIXED = {"blk.0.ffn_down_exps.weight": "Q6_K", "blk.1.ffn_up_exps.weight": "Q8_0"}
+
+
+@pytest.mark.parametrize(("kind", "own"), [("Q4_1", {}), ("Q4_K", MIXED)])
+def test_a_mixture_of_experts_stays_at_the_files_bits(kind: str, own: dict[str, str], tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "qwen3moe", kind, own)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", WindlassWarning)
+        model, _ = windlass.load(tmp_path / "m.gguf", "float32")
+    notes = [str(each.message) for each in told if issubclass(each.category, WindlassWarning)]
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    assert isinstance(first.gate_up_proj.data, CodedWeights)
+    assert isinstance(first.down_proj.data, CodedWeights)
+    # Gate and up of one type are one matrix of codes. Of two types they are decoded, with a note.
+    assert isinstance(second.gate_up_proj.data, CodedWeights) is (not own)
+    assert len(notes) == bool(own)
+    assert all("2 matrices (Q4_K, Q8_0) are decoded" in note for note in notes)
+    truth = theirs(tmp_path / "m.gguf").double()
+    truth.set_experts_implementation("eager")
+    with torch.no_grad():
+        expected = truth(IDS).logits
+    cache, ours = KVCache(model), []
+    for part in IDS.split([20, *[1] * 20], 1):
+        with torch.no_grad():
+            ours.append(model(part, past_key_values=cache).logits)
+    assert (torch.cat(ours, 1) - expected).abs().max() < 1e-5 * expected.std()
+    assert fingerprint(copy.deepcopy(model)) == fingerprint(model)
+    assert parameter_count(model) == parameter_count(truth)
 
 
 def test_all_layers_are_one_call_of_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,8 @@ class GroupCodes:
     packs them for a CPU. A code then stands for (code - middle) * scale + zero point. With 8 bits a code has a sign and
     stands for code * scale + zero point. `pairs` holds scale and zero point, or the scale alone in one column. Pairs of
     int8 are multiplied by the float16 of `supers`, one for SUPER inputs.
+
+    Those of several experts have a dimension more, the first. A layer has those of one.
     """
 
     codes: PackedCodes
@@ -67,7 +69,7 @@ class GroupCodes:
     @property
     def in_features(self) -> int:
         """Number of inputs of the layer."""
-        return self.codes.shape[1] * 8 // self.bits
+        return self.codes.shape[-1] * 8 // self.bits
 
     @property
     def parts(self) -> tuple[Tensor, ...]:

@@ -48,6 +48,9 @@ class CodedWeights(Tensor):
 
     It has the shape of the matrix, and the dtype in which its module computes. A product with it reads the codes, a
     look-up decodes rows, and all else decodes the matrix. `label` names the types of the file out of which it came.
+
+    Matrices of all experts are one tensor of three dimensions, whose `groups` have one more too. The number of an
+    expert is the index of its matrix.
     """
 
     groups: GroupCodes
@@ -55,7 +58,7 @@ class CodedWeights(Tensor):
 
     @staticmethod
     def __new__(cls, groups: GroupCodes, dtype: torch.dtype, label: str) -> "CodedWeights":
-        size = groups.out_features, groups.in_features
+        size = *groups.codes.shape[:-2], groups.out_features, groups.in_features
         made: CodedWeights = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=groups.codes.device)
         return made
 
@@ -119,6 +122,8 @@ class CodedWeights(Tensor):
         kwargs = kwargs or {}
         if func is functional.linear and not isinstance(args[0], CodedWeights):
             return _multiplied(*args, **kwargs)
+        if func is Tensor.__getitem__ and args[0].ndim == 3 and _is_number(args[1]):
+            return args[0].expert(int(args[1]))
         with torch._C.DisableTorchFunctionSubclass():
             if func is functional.embedding and isinstance(args[1], CodedWeights):
                 return args[1].rows(args[0])
@@ -157,10 +162,19 @@ class CodedWeights(Tensor):
         return CodedWeights(groups, dtype, self.label)
 
     def decoded(self) -> Tensor:
-        """The whole matrix."""
+        """The whole matrix, or those of all experts."""
         panel = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
-        kernels.decode_into(panel, self.groups, 0)
+        if self.ndim == 3:
+            for number, matrix in enumerate(panel):
+                kernels.decode_into(matrix, self.expert(number).groups, 0)
+        else:
+            kernels.decode_into(panel, self.groups, 0)
         return panel
+
+    def expert(self, number: int) -> "CodedWeights":
+        """The matrix of one expert, in the same memory."""
+        parts = {name: getattr(self, name)[number] for name in self._names}
+        return self._like(replace(self.groups, **parts), self.dtype)
 
     def rows(self, ids: Tensor) -> Tensor:
         """Decode the rows of an embedding with these ids.
@@ -184,6 +198,12 @@ class CodedWeights(Tensor):
     def _rows(self, ids: Tensor) -> Tensor:
         floats = self.groups.floats(torch.promote_types(self.dtype, torch.float32), ids.flatten())
         return floats.to(self.dtype).view(*ids.shape, -1)
+
+
+def _is_number(index: object) -> bool:
+    if isinstance(index, Tensor):
+        return index.ndim == 0 and index.dtype in (torch.int64, torch.int32)
+    return type(index) is int
 
 
 def _multiplied(input: Tensor, weight: CodedWeights, bias: Tensor | None = None) -> Tensor:  # names of PyTorch's

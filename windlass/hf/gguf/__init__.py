@@ -22,7 +22,16 @@ from transformers import (
 
 from windlass.core.errors import UsageError, WindlassWarning
 from windlass.core.parse import MAX_NUMBER, in_units
-from windlass.hf.gguf.blocks import FLOATS, LAYOUTS, Header, StoredTensor, codes_of, decoded_of, read_header
+from windlass.hf.gguf.blocks import (
+    FLOATS,
+    LAYOUTS,
+    Header,
+    StoredTensor,
+    codes_of,
+    codes_of_experts,
+    decoded_of,
+    read_header,
+)
 from windlass.hf.weights import CodedWeights
 
 __all__ = ["Header", "config_of", "dtype_of", "model_of", "read_header", "tokenizer_of"]
@@ -108,6 +117,8 @@ def model_of(header: Header, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     with _parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     found.give(model)
+    if found.has_experts:
+        model.set_experts_implementation("eager")  # one expert after the other: others read all matrices
     _scale_rope(header, model)
     ends = [header.metadata.get(f"tokenizer.ggml.{name}") for name in ENDS]
     if model.generation_config is not None and any(isinstance(end, int) for end in ends):
@@ -253,8 +264,13 @@ class _Weights:
         self._check_missing(wanted, {each for each in targets.values() if each is not None})
         parts = Counter(targets.values())  # of a tensor in transformers
         held: dict[str, Any] = {"tensors": {}}
+        experts = self._experts(targets, wanted)
+        for made, own in experts.items():
+            self.found[made] = CodedWeights(codes_of_experts(self.header.path, own), self.dtype, self._label())
         for name, stored in self.header.tensors.items():
             target = targets[name]
+            if target in experts:
+                continue
             if target is None:
                 self.unused.append(name)
                 continue
@@ -293,6 +309,11 @@ class _Weights:
                     module._buffers[leaf] = value
         self._tell()
 
+    @property
+    def has_experts(self) -> bool:
+        """Return True if matrices of experts are codes."""
+        return any(isinstance(each, CodedWeights) and each.ndim == 3 for each in self.found.values())
+
     def _target(self, name: str) -> str | None:
         """The tensor's name in transformers, where experts merged into one tensor have no `.weight` ending."""
         return self.names.get(name) or self.names.get(name.removesuffix(".weight"))
@@ -317,6 +338,46 @@ class _Weights:
         path, _, leaf = target.rpartition(".")
         module = self.plan.get_submodule(path)
         return leaf == "weight" and (type(module) is nn.Linear or isinstance(module, nn.Embedding))
+
+    def _experts(self, targets: dict[str, str | None], wanted: dict[str, Tensor]) -> dict[str, list[StoredTensor]]:
+        """The matrices of experts that can be codes: by their names in transformers, the tensors of the file.
+
+        Those are in the order in which an expert's outputs come from them. As in `_order`, transformers converts row
+        numbers, and what it makes of them tells where rows go.
+        """
+        parts: dict[str, list[StoredTensor]] = {}
+        for name, target in targets.items():
+            stored = self.header.tensors[name]
+            if target in wanted and len(stored.shape) == 3 and stored.kind in LAYOUTS:
+                parts.setdefault(target, []).append(stored)
+        found = {}
+        for target, own in parts.items():
+            shape = (*wanted[target].shape[:2], 1)
+            begins = [self._place_of_rows(stored, target, shape) for stored in own]
+            known = sorted((begin, stored) for begin, stored in zip(begins, own, strict=True) if begin is not None)
+            ends = [begin + stored.shape[1] for begin, stored in known]
+            is_whole = [0, *ends] == [*(begin for begin, _ in known), shape[1]] and len(known) == len(own)
+            is_alike = len({(stored.kind, stored.shape[0], stored.shape[2]) for stored in own}) == 1
+            if is_whole and is_alike and Counter(targets.values())[target] == len(own):
+                found[target] = [stored for _, stored in known]
+        return found
+
+    def _place_of_rows(self, stored: StoredTensor, target: str, shape: tuple[int, ...]) -> int | None:
+        """Return the first of the places that the rows of each expert take, in their order, or None if they do not."""
+        numbers = np.arange(1, stored.rows + 1).reshape(*stored.shape[:2], 1)
+        held: dict[str, Any] = {"tensors": {}}
+        try:
+            self.processor.process(
+                weights=numbers.copy(), name=stored.name, tensor_key_mapping=self.names, parsed_parameters=held
+            )
+        except Exception:  # it wants to see the matrices
+            return None
+        made = held["tensors"].get(target)
+        if made is None or tuple(made.shape[:1]) != shape[:1] or made.ndim != 3 or made.shape[2] != 1:
+            return None
+        begin = int((made[0, :, 0] == 1).nonzero()[0, 0]) if (made[0, :, 0] == 1).any() else 0
+        own = made[:, begin : begin + stored.shape[1]]
+        return begin if own.shape == numbers.shape and np.array_equal(own.numpy(), numbers) else None
 
     def _order(self, stored: StoredTensor) -> Tensor | None:
         """Return the file's row for each row of the matrix, or None if transformers changes more than their order.

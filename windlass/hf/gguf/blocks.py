@@ -3,8 +3,8 @@
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -313,16 +313,45 @@ def pieces(tensor: StoredTensor) -> Iterator[tuple[int, int]]:
 
 def codes_of(path: Path, tensor: StoredTensor, order: Tensor | None = None) -> GroupCodes:
     """Read a matrix in one of the LAYOUTS. With an `order`, row i is row `order[i]` of the file."""
-    layout, (outputs, inputs) = LAYOUTS[tensor.kind], tensor.shape
-    rows = -(-outputs // BLOCK) * BLOCK
+    if order is None:
+        raws = (raw_rows(path, tensor, first, last) for first, last in pieces(tensor))
+    else:
+        whole = raw_rows(path, tensor, 0, tensor.rows)
+        raws = (whole[order[first:last]] for first, last in pieces(tensor))
+    return _codes(LAYOUTS[tensor.kind], raws, tensor.rows, tensor.shape[-1])
+
+
+def codes_of_experts(path: Path, parts: Sequence[StoredTensor]) -> GroupCodes:
+    """Read the matrices of all experts. The outputs of each are those of its `parts`, one after the other.
+
+    The parts are of one type. Codes, pairs and supers have one more dimension, the experts.
+    """
+    layout, (experts, _, inputs) = LAYOUTS[parts[0].kind], parts[0].shape
+    outputs = [part.shape[1] for part in parts]
+    whole: GroupCodes | None = None
+    for expert in range(experts):
+        raws = [
+            raw_rows(path, part, expert * rows, (expert + 1) * rows) for part, rows in zip(parts, outputs, strict=True)
+        ]
+        own = _codes(layout, iter([torch.cat(raws)]), sum(outputs), inputs)
+        if whole is None:
+            codes, pairs, *supers = [each.new_empty(experts, *each.shape) for each in own.parts]
+            whole = replace(own, codes=codes, pairs=pairs, supers=supers[0] if supers else None)
+        for held, part in zip(whole.parts, own.parts, strict=True):
+            held[expert] = part
+    assert whole is not None, "no experts"
+    return whole
+
+
+def _codes(layout: Layout, raws: Iterator[Tensor], outputs: int, inputs: int) -> GroupCodes:
+    """Lay out the rows of a matrix, which come in pieces of whole blocks of outputs."""
+    rows, first = -(-outputs // BLOCK) * BLOCK, 0
     is_narrow = layout.bits == 4
     codes = torch.zeros(rows // BLOCK, inputs, BLOCK * layout.bits // 8, dtype=torch.uint8 if is_narrow else torch.int8)
     pairs = supers = None
-    whole = None if order is None else raw_rows(path, tensor, 0, outputs)
-    for first, last in pieces(tensor):
-        raw = raw_rows(path, tensor, first, last) if whole is None or order is None else whole[order[first:last]]
-        found = layout.read(raw.unflatten(-1, (-1, layout.size)))
-        filled = (0, 0, 0, -(last - first) % BLOCK)
+    for raw in raws:
+        found, last = layout.read(raw.unflatten(-1, (-1, layout.size))), first + len(raw)
+        filled = (0, 0, 0, -len(raw) % BLOCK)
         # Of each row, then of each block of outputs.
         own = pad(found.codes.flatten(1), filled).unflatten(0, (-1, BLOCK))
         if is_narrow:
@@ -330,7 +359,8 @@ def codes_of(path: Path, tensor: StoredTensor, order: Tensor | None = None) -> G
         codes[first // BLOCK : -(-last // BLOCK)] = own.transpose(1, 2)
         pairs = _placed(pairs, found.pairs, rows, first)
         supers = None if found.supers is None else _placed(supers, found.supers, rows, first)
-    assert pairs is not None
+        first = last
+    assert pairs is not None, "a matrix without rows"
     packed = codes.view(rows, -1)
     return GroupCodes(packed, pairs, layout.group, BLOCK, outputs, layout.bits, layout.middle, supers)
 
