@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from quality.real_tasks import BLOCK, CHATS, FACT_ROWS, PINNED, RULE, STREAM_ROWS, TURNS
+from quality.real_tasks import BLOCK, CHATS, FACT_ROWS, LONG, LONG_ROWS, PINNED, RULE, STREAM_ROWS, TURNS
 
 from windlass.evals.report.page import table
 from windlass.evals.report.summaries import wilson
@@ -56,7 +56,7 @@ where positive figures are the loss by merging, then above the full cache.
 """,
     f"""## A novel predicted
 
-Loss above the full cache, nats per token, {STREAM_ROWS} stretches of the novels. A chunk flatters every policy but
+Loss above the full cache, nats per token, {STREAM_ROWS} stretches of the novels, {LONG_ROWS} beyond {LONG:,} tokens. A chunk flatters every policy but
 `Recent`, which is masked to its budget while it reads: the tokens of a chunk see each other and all slots.
 """,
     f"""## Chats

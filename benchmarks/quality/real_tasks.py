@@ -18,6 +18,7 @@ from windlass.evals import texts
 
 BLOCK = 256  # tokens. The mean loss of a block is one sample of a paired interval
 STREAM_ROWS, FACT_ROWS, CHATS = 8, 24, 8
+LONG, LONG_ROWS = 4096, 2  # a stretch beyond so many tokens has more blocks, so fewer of them serve
 PINNED = 32  # tokens at the start of a novel that stand for a prompt where there is none
 TURNS, REPLY = 16, 24
 INTRO = "Read this text carefully, for I shall ask about it.\n\n"
@@ -57,7 +58,8 @@ def streamed(material: Material, options: CacheOptions, tokens: int, part: int, 
     Then `kl` is the mean divergence of the predictions with the cache from those of the full one, in nats per token,
     and `same` the share of tokens whose most likely successor is the same, both past the first half of the text.
     """
-    ids = torch.tensor(material.spans(STREAM_ROWS, tokens + 1, part))
+    rows = STREAM_ROWS if tokens <= LONG else LONG_ROWS
+    ids = torch.tensor(material.spans(rows, tokens + 1, part))
     cache = KVCache.from_options(material.model, replace(options, batch=len(ids), rollback=0))
     full = KVCache(material.model, chunk=options.chunk, batch=len(ids), rollback=0) if has_twin else None
     losses, divergences, agreed = [], list[torch.Tensor](), list[torch.Tensor]()
