@@ -14,6 +14,7 @@ Line = dict[str, Any]
 FULL, KEY_DIFF, PIN = "full cache", "KeyDiff", "Random, prompt pinned"
 CONTROLS = ("Recent", "Random", PIN)
 MISSING = "not run"
+TRAINED = 8192  # SmolLM2's length in training. Texts beyond it are measured behind it
 ABOUT = {
     "smollm2": """# A real language model: SmolLM2
 
@@ -56,8 +57,9 @@ where positive figures are the loss by merging, then above the full cache.
 """,
     f"""## A novel predicted
 
-Loss above the full cache, nats per token, {STREAM_ROWS} stretches of the novels, {LONG_ROWS} beyond {LONG:,} tokens. A chunk flatters every policy but
-`Recent`, which is masked to its budget while it reads: the tokens of a chunk see each other and all slots.
+Loss above the full cache, nats per token, {STREAM_ROWS} stretches of the novels, {LONG_ROWS} beyond {LONG:,} tokens. A chunk
+flatters every policy but `Recent`, which is masked to its budget while it reads: the tokens of a chunk see each other
+and all slots.
 """,
     f"""## Chats
 
@@ -76,12 +78,17 @@ def blocks(line: Line, past: int) -> list[float]:
     return [loss for row in line["blocks"] for loss in row[-(-past // BLOCK) :]]
 
 
+def first_counted(tokens: int, budget: int | None) -> int:
+    """The first token of a text whose loss counts: past the budget and 512 tokens, or past SmolLM2's trained length."""
+    return TRAINED if tokens > TRAINED else max(512, budget or 0)
+
+
 def above(line: Line, full: Line) -> tuple[float, float, int]:
     """Loss above the full cache in nats per token, half of its 95 % interval, and the number of blocks.
 
-    Blocks of the same tokens are paired, past the budget and the first 512 tokens. One block has an infinite interval.
+    Blocks of the same tokens are paired, see `first_counted`. One block has an infinite interval.
     """
-    past = max(512, line["budget"] or 0)
+    past = first_counted(line["tokens"], line["budget"])
     pairs = zip(blocks(line, past), blocks(full, past), strict=True)
     found = [ours - theirs for ours, theirs in pairs]
     half = 1.96 * statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.inf
@@ -110,7 +117,7 @@ def streaming(lines: Sequence[Line], tokens: int, budget: int, wanted: Callable[
     chunks = sorted({line["chunk"] for line in ours}, reverse=True)
     found = {(line["row"], line["chunk"]): loss_cell(line, full) for line in ours}
     rows = [[name, *(found.get((name, chunk), MISSING) for chunk in chunks)] for name in in_order(ours)]
-    past, count = max(512, budget), above(ours[0], full)[2]
+    past, count = first_counted(tokens, budget), above(ours[0], full)[2]
     about = (
         f"Budget {budget:,}, texts of {tokens:,} tokens, n = {count} blocks of {BLOCK} tokens, past token {past:,}. "
         f"Full cache: {statistics.fmean(blocks(full, past)):.3f} nats."

@@ -154,6 +154,10 @@ def test_losses_are_paired_by_blocks_past_the_budget() -> None:
     mean, half, count = real_page.above(ours, full)
     assert (mean, count) == (2, 4)
     assert half == pytest.approx(1.96 * math.sqrt(4 / 3) / 2)
+    full, ours = (
+        line | {"tokens": 8193, "blocks": [[at, at] * 16 + [last]]} for line, at, last in ((full, 1, 2), (ours, 3, 7))
+    )
+    assert real_page.above(ours, full) == (5, math.inf, 1)  # the block behind 8,192 tokens alone
 
 
 def test_the_page_counts_its_parts_and_says_what_is_missing() -> None:
