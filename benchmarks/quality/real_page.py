@@ -57,9 +57,9 @@ where positive figures are the loss by merging, then above the full cache.
 """,
     f"""## A novel predicted
 
-Loss above the full cache, nats per token, {STREAM_ROWS} stretches of the novels, {LONG_ROWS} beyond {LONG:,} tokens. A chunk
-flatters every policy but `Recent`, which is masked to its budget while it reads: the tokens of a chunk see each other
-and all slots.
+Loss above the full cache, nats per token, {STREAM_ROWS} stretches of the novels, {LONG_ROWS} beyond {LONG:,} tokens. A
+chunk flatters every policy but `Recent`, which is masked to its budget while it reads: the tokens of a chunk see each
+other and all slots.
 """,
     f"""## Chats
 
