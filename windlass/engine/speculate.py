@@ -145,11 +145,11 @@ class DraftModel:
         take_back(self._cache, len(self._held) - common)
         del self._held[common:]
         rest = text[common:]
-        if len(rest) == 1:
-            return self._next(rest[0])
-        logits = rest_of(passes(self.model, self._cache, [rest.tolist()]))
-        self._held.extend(rest)
-        return logits
+        if len(rest) > 2:  # a pass of two takes as long as two steps
+            logits = rest_of(passes(self.model, self._cache, [rest.tolist()]))
+            self._held.extend(rest)
+            return logits
+        return [self._next(token) for token in rest][-1]
 
     def _next(self, token: int) -> Tensor:
         logits = feed_tokens(self.model, self._cache, {0: token})
