@@ -24,6 +24,7 @@ _MODULES = {
 }
 _HOMES = {
     "CacheOptions": "windlass.cache.options",
+    "DraftModel": "windlass.engine.speculate",
     "KVCache": "windlass.hf.kv_cache",
     "PolicyError": "windlass.core.errors",
     "PromptCacheError": "windlass.core.errors",

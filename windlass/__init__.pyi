@@ -19,6 +19,7 @@ from windlass.engine.generate import prefill as prefill
 from windlass.engine.generate import stream as stream
 from windlass.engine.sampling import Result as Result
 from windlass.engine.sampling import Sampling as Sampling
+from windlass.engine.speculate import DraftModel as DraftModel
 from windlass.engine.templates import system_tokens as system_tokens
 from windlass.hf.attach import attach as attach
 from windlass.hf.attach import detach as detach

@@ -68,7 +68,7 @@ other and all slots.
 Where all rows are alike, the model does not follow the rule, and the table tells nothing of caches.
 """,
     "## Stores\n\n`KeyDiff` with slots of 8 or 4 bits. Loss above the full cache, nats per token.\n",
-    "## Beyond the trained length\n\nPosition modes. The full cache reads by `auto`. Loss above it, nats per token.\n",
+    "## Beyond the trained length\n\nLoss above the full cache, nats per token. It and policies read by `auto`.\n",
     "## Agreement with the full cache\n\nPredictions past the first half of 1,024 tokens, budget 256.\n",
 )
 

@@ -116,7 +116,8 @@ class Prophet:
         self.truths, self.outcomes = [list(each) for each in truths], list[tuple[int, int]]()
 
     def draft(self, drafter: Drafter, most: int) -> list[int]:
-        text = list(drafter._index._text)
+        assert isinstance(drafter._source, LookupIndex)
+        text = list(drafter._source._text)
         truth = next((each for each in self.truths if each[: len(text)] == text), [])
         length = min(most, 1 + len(text) % 6)
         drafts = (truth[len(text) :] + [5] * 9)[: max(length, 0)]
@@ -446,7 +447,7 @@ def test_ctrl_c_waits_for_a_rollback(monkeypatch: pytest.MonkeyPatch, attached_m
 def test_refusals(tokenizer: PreTrainedTokenizerBase, finder: PreTrainedModel) -> None:
     with pytest.raises(UsageError, match="speculate='draft' is no kind of drafts"):
         windlass.stream(finder, tokenizer, "He", KVCache(finder), speculate="draft")
-    with pytest.raises(UsageError, match="speculate='lookup' drafts one text, but the cache has batch=2"):
+    with pytest.raises(UsageError, match="speculate drafts one text, but the cache has batch=2"):
         windlass.generate(finder, tokenizer, ["He", "She"], speculate="lookup")
     hybrid = windlass.attach(tiny_hybrid("qwen3_next"))
     with pytest.raises(UsageError, match=r"speculate='lookup' takes single drafts back, and layer 0 .* Leave"):

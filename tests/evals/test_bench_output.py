@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.helpers import bench_run
 from tests.helpers.bench_run import Ran, cells
 from windlass.cache.options import CacheOptions
-from windlass.evals.speed.measure import Timer, weight_bytes
+from windlass.evals.speed.measure import Timer
 from windlass.evals.speed.rows import SHAPES, BenchRow, BenchSetup, random_model, rows_of, shape_of
 from windlass.evals.speed.table import Conditions, as_json, footnote, ratios, table
 from windlass.evals.speed.workloads import BenchLists, Workload
 from windlass.hf.forward import layer_shapes
+from windlass.hf.weights import weight_bytes
 
 run, model = bench_run.run, bench_run.model  # fixtures
 CONDITIONS = Conditions("tiny", 130440, 65220, "bfloat16", 512, 2, "2026-01-02T03:04:05+00:00")

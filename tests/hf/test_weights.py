@@ -17,8 +17,7 @@ from windlass.cli.app import main
 from windlass.core import parse as names
 from windlass.core.errors import PromptCacheError, WindlassWarning
 from windlass.evals.run import header_of
-from windlass.evals.speed.measure import weight_bytes
-from windlass.hf.weights import fingerprint, labelled, name_of, parameter_count, quantize, stored_bytes
+from windlass.hf.weights import fingerprint, labelled, name_of, parameter_count, quantize, stored_bytes, weight_bytes
 from windlass.testing import tiny_model
 
 FOLDER = Path(windlass.__file__).parent / "assets" / "finder-3m"

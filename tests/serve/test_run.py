@@ -114,7 +114,7 @@ def test_what_is_typed_is_what_is_served() -> None:
     with pytest.raises(UsageError, match=r"reuse='all' is no mode\. Use one of: exact, prefix, edited"):
         options_of(MODEL, {}, ServeArguments(reuse_mode="all"))
     assert (made.speculate, options_of(MODEL, {}, ServeArguments(speculate="lookup")).speculate) == (None, "lookup")
-    with pytest.raises(UsageError, match=r"speculate='draft' is no kind of drafts"):
+    with pytest.raises(UsageError, match=r"--speculate draft is neither 'lookup' nor 'off'"):
         options_of(MODEL, {}, ServeArguments(speculate="draft"))
     assert made.settings.hosts is None
     assert (made.reuse_folder, made.disk_bytes, made.settings.salt) == (None, 1 << 30, None)

@@ -370,10 +370,11 @@ Speculate = Annotated[
     str | None,
     Option(
         "--speculate",
-        metavar="lookup",
+        metavar="lookup|MODEL",
         autocompletion=names_of(("lookup", "off")),
-        help="Draft tokens that followed the last ones earlier in the text, and verify them together. The text is "
-        "the same, written faster where it repeats (default: off).",
+        help="Draft tokens, and verify them together: lookup takes those that followed the last ones earlier in the "
+        "text, and a smaller MODEL with the same tokenizer writes them. The text is the same, written faster (default: "
+        "off).",
     ),
 ]
 Seed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Same seed, same text.")]

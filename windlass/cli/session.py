@@ -51,7 +51,8 @@ from windlass.engine import generate as engine
 from windlass.engine import templates
 from windlass.engine.generate import Stream
 from windlass.engine.sampling import Result, Sampling
-from windlass.engine.speculate import is_lookup
+from windlass.engine.speculate import check_name
+from windlass.engine.speculate import loaded as loaded_drafts
 from windlass.engine.templates import system_tokens
 from windlass.engine.text import encode
 from windlass.hf import prompt_cache
@@ -176,7 +177,7 @@ class PromptInput:
 
     def __post_init__(self) -> None:
         check_max_tokens(self.max_tokens)
-        is_lookup(self.speculate)
+        check_name(self.speculate)
         if "" in (self.stop or ()):
             raise UsageError("--stop is an empty text, which every text begins with. Leave it out")
         if self.is_raw and self.system is not None:
@@ -273,6 +274,7 @@ def generate(
     Raises: UsageError for a system prompt where it has no place, or a file that cannot be written.
     """
     text = fed(session, prompt, asked)
+    drafts = loaded_drafts(asked.speculate, session.model, session.tokenizer, session.cache.options)
     with as_interrupts(session.cache.heads is None), recording(record, session.cache, session.tokenizer) as write_frame:
 
         def progress(done: int, total: int) -> None:
@@ -288,7 +290,7 @@ def generate(
             asked.sampling,
             asked.stop,
             progress,
-            asked.speculate,
+            drafts,
         )
         with Bar("reading", stream.result.prompt_tokens) as bar:
             code = write(_each(stream, write_frame), shown is not OutputMode.JSON, shown is OutputMode.JSON_STREAM)

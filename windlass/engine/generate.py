@@ -20,7 +20,7 @@ from windlass.core.step import PROMPT, Pass
 from windlass.engine.decode import Decoder, Sampler, graph_for, wait_for
 from windlass.engine.prefill import Progress, end_of_text, passes, rest_of, whole_passes
 from windlass.engine.sampling import FinishReason, Result, Sampling
-from windlass.engine.speculate import Drafter, is_drafted, most_drafts, read_drafted, take_back
+from windlass.engine.speculate import Drafter, Speculate, drafter_of, is_drafted, most_drafts, read_drafted, take_back
 from windlass.engine.text import TextStream, encode, stops_of
 from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
@@ -185,7 +185,7 @@ def stream(
     sampling: Sampling | None = None,
     stop: Sequence[str | int] | None = None,
     progress: Progress | None = None,
-    speculate: str | None = None,
+    speculate: Speculate = None,
 ) -> "Stream":
     """Generate the text that follows `prompt`, piece by piece, see `Stream`.
 
@@ -194,8 +194,8 @@ def stream(
     string is held back until that is decided.
 
     `speculate="lookup"` drafts the tokens that followed the last ones earlier in the text, and verifies several in one
-    pass. The text is the same, also under the same seed, but for near ties that bfloat16 rounds otherwise. A piece may
-    have several tokens.
+    pass. A `DraftModel` drafts by a smaller model with the same tokenizer. The text is the same, also under the same
+    seed, but for near ties that bfloat16 rounds otherwise. A piece may have several tokens.
 
     Raises: UsageError for an empty prompt, a cache of several rows, an argument of another type, or `speculate` with a
     model that cannot take drafts back.
@@ -215,7 +215,7 @@ def generate(
     sampling: Sampling | None = None,
     stop: Sequence[str | int] | None = None,
     progress: Progress | None = None,
-    speculate: str | None = None,
+    speculate: Speculate = None,
 ) -> list[Result]:
     """Generate the texts that follow `prompts`, one per row of the cache (default: a new cache without a budget).
 
@@ -274,16 +274,15 @@ class _Run:
         sampling: Sampling | None,
         stop: Sequence[str | int] | None,
         progress: Progress | None,
-        speculate: str | None,
+        speculate: Speculate,
     ) -> None:
         check_reading(model, cache, progress)
         most = check_writing(tokenizer, prompts, sampling, max_tokens)
         self._model, self._cache, self._progress = model, cache, progress
-        self._is_drafted = is_drafted(speculate, cache)
-        if self._is_drafted and cache.batch_size > 1:
+        self._speculate = speculate if is_drafted(speculate, cache) else None
+        if self._speculate is not None and cache.batch_size > 1:
             raise UsageError(
-                f"speculate={speculate!r} drafts one text, but the cache has batch={cache.batch_size}. "
-                "Leave speculate out"
+                f"speculate drafts one text, but the cache has batch={cache.batch_size}. Leave speculate out"
             )
         stops = stops_of(stop, tokenizer, end_of_text(model), vocabulary_of(model))
         self._prompts = [
@@ -320,8 +319,8 @@ class _Run:
         self._prefill_s = time.perf_counter() - started
         heads = self._cache.heads
         sampler = Sampler(self._sampling, self._prompts, logits.device, None if heads is None else heads.ranks)
-        if self._is_drafted:
-            yield from self._speculated(sampler, logits)
+        if self._speculate is not None:
+            yield from self._speculated(sampler, logits, self._drafter())
             return
         # Communication between ranks is untested inside of a graph.
         decoder = Decoder(
@@ -338,10 +337,13 @@ class _Run:
             if not any(goes_on):
                 return
 
-    def _speculated(self, sampler: Sampler, logits: Tensor) -> Iterator[list[str]]:
+    def _drafter(self) -> Drafter:
+        text = self._prompts[0] if self._cache.tokens is None else self._cache.tokens[0]
+        return drafter_of(self._speculate, self._model, text)
+
+    def _speculated(self, sampler: Sampler, logits: Tensor, drafter: Drafter) -> Iterator[list[str]]:
         """Steps of one row, each of a token and the drafts behind it that the model has chosen."""
-        model, cache, [row], [prompt] = self._model, self._cache, self._rows, self._prompts
-        drafter = Drafter(prompt if cache.tokens is None else cache.tokens[0])
+        model, cache, [row] = self._model, self._cache, self._rows
         token, goes_on = sampler.next_token(logits[0]), True
         while goes_on:
             started, before = time.perf_counter(), len(row.tokens)

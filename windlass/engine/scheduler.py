@@ -39,7 +39,7 @@ from windlass.engine.prefix_entry import EntryInfo, EntrySelector
 from windlass.engine.request import EngineDeadError, EngineLimits, EngineStatus, Failure, Request, Ticket
 from windlass.engine.row_bytes import RowBytes, Sizes, most_held, replace_batch
 from windlass.engine.sequence import ActiveRequest, Lane, is_alike
-from windlass.engine.speculate import Drafter, is_drafted, is_lookup
+from windlass.engine.speculate import OFF, Speculate, drafter_of, is_drafted
 from windlass.hf.kv_cache import KVCache
 
 
@@ -298,7 +298,7 @@ class Scheduler(Service):
         reuse_bytes: int = 0,
         watcher: Watcher | None = None,
         disk: DiskTier | None = None,
-        speculate: str | None = None,
+        speculate: Speculate = None,
     ) -> None:
         self.limits = EngineLimits() if limits is None else limits
         self._watcher = watcher
@@ -309,7 +309,7 @@ class Scheduler(Service):
         self.row_bytes = tuple(RowBytes.of(model, kind) for kind in kinds)
         self._lanes = [Lane(model, kind, keeps_room=reuse_bytes > 0) for kind in kinds]
         self._lockstep = Lockstep.of(self._lanes[0].cache)
-        self._is_drafted = is_drafted(speculate, self._lanes[0].cache)
+        self._speculate = speculate if is_drafted(speculate, self._lanes[0].cache) else OFF
         self._tasks: list[ActiveRequest] = []
         self._reading = deque[ActiveRequest]()
         self._waiting = Admission(self.limits, kinds)
@@ -491,8 +491,8 @@ class Scheduler(Service):
                 row = None if lane is None else lane.take()
                 if lane is None or row is None:
                     continue
-                asked = ticket.request.speculate
-                drafter = Drafter() if (self._is_drafted if asked is None else is_lookup(asked)) else None
+                asked = ticket.request.speculate or self._speculate
+                drafter = None if asked == OFF else drafter_of(asked, self._model)
                 task = ActiveRequest(ticket, lane, row, self._model, self._tokenizer, self._snapshots, drafter)
                 self._tasks.append(task)
                 self._reading.append(task)

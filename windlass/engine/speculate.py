@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import signal
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Final, final
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError, shown
+from windlass.core.parse import near_to
 from windlass.core.step import Pass
-from windlass.engine.prefill import feed, feed_tokens
+from windlass.engine.prefill import feed, feed_tokens, passes, rest_of
+from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
+from windlass.hf.load import load
+from windlass.hf.weights import weight_bytes
 
 LOOKUP, OFF = "lookup", "off"  # the names of options
 SHORTEST, USUAL, MATCHED = 2, 3, 5  # last tokens that came before: after a hit, at first, and after a miss
@@ -25,8 +33,29 @@ BUCKETS: Final = 1 << 16
 NOWHERE: Final = -1
 
 
+class DraftSource(ABC):
+    """A text, and the tokens that may follow it. `cost`: the time to find a draft, in steps of the model."""
+
+    cost: float = 0.0
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of tokens of the text."""
+
+    @abstractmethod
+    def push(self, token: int) -> None:
+        """Add the next token of the text."""
+
+    @abstractmethod
+    def following(self, most: int, least_match: int) -> list[int]:
+        """Up to `most` tokens that may follow, at least one, or none where nothing is likely enough.
+
+        `least_match` is a number of last tokens: the more, the surer the source is to be.
+        """
+
+
 @final
-class LookupIndex:
+class LookupIndex(DraftSource):
     """A text and the places of its pairs of tokens. A token takes constant time and 8 bytes.
 
     `_latest` has for each hash the place of the latest pair, and `_before` for each place the one before it.
@@ -44,7 +73,6 @@ class LookupIndex:
         return len(self._text)
 
     def push(self, token: int) -> None:
-        """Add the next token of the text."""
         place = len(self._text)
         bucket = self._bucket(self._text[-1] if place else NOWHERE, token)
         self._text.append(token)
@@ -52,10 +80,7 @@ class LookupIndex:
         self._latest[bucket] = place
 
     def following(self, most: int, least_match: int) -> list[int]:
-        """The `most` tokens after an earlier place where the last tokens came before. Empty where there is none.
-
-        At least the last `least_match` tokens came before there.
-        """
+        """The `most` tokens after an earlier place where at least the last `least_match` tokens came before."""
         text, place = self._text, len(self._text) - 1
         best, length, tries = NOWHERE, least_match - 1, CANDIDATES
         while place > 0 and tries and length < MATCHED and (place := self._before[place]) > 0:
@@ -77,6 +102,83 @@ class LookupIndex:
         return (one * 0x9E3779B1 ^ other * 0x85EBCA6B) >> 7 & BUCKETS - 1
 
 
+@final
+class DraftModel:
+    """A smaller model that drafts what follows in texts of another one, whose tokenizer it shares.
+
+    It reads all that the other reads, into a cache of its own with these options (default: no budget). A text that
+    begins with the last one is read from there on.
+
+    Raises: UsageError for a model whose cache cannot take single tokens back, or options of several rows.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: CacheOptions | None = None) -> None:
+        options = replace(CacheOptions() if options is None else options, rollback=LONGEST + 1)
+        if options.batch != 1:
+            raise UsageError(f"a draft model drafts one text, but its options have batch={options.batch}. Leave it out")
+        self.model, self._cache = model, KVCache.from_options(model, options)
+        check_drafts(type(model).__name__, self._cache)
+        self._held = array("i")  # the tokens that the cache has read
+
+    def following(self, text: array[int], most: int, vocabulary: int) -> list[int]:
+        """The `most` tokens that are most likely to follow, one after the other, with ids below `vocabulary`.
+
+        After an error or an interrupt the cache is empty.
+        """
+        try:
+            logits = self._read(text)
+            drafts = [int(logits[0, :vocabulary].argmax())]
+            while len(drafts) < most:
+                logits = self._next(drafts[-1])
+                drafts.append(int(logits[0, :vocabulary].argmax()))
+        except BaseException:
+            self._forget()
+            raise
+        return drafts
+
+    def _read(self, text: array[int]) -> Tensor:
+        """Read what the cache lacks of a text, at least its last token, whose logits are returned."""
+        ends = (len(self._held) - n for n in range(min(LONGEST + 1, len(self._held)) + 1))
+        common = next((end for end in ends if end < len(text) and self._held[:end] == text[:end]), 0)
+        if len(self._held) - common > LONGEST + 1:
+            self._forget()
+        take_back(self._cache, len(self._held) - common)
+        del self._held[common:]
+        rest = text[common:]
+        if len(rest) > 2:  # a pass of two takes as long as two steps
+            logits = rest_of(passes(self.model, self._cache, [rest.tolist()]))
+            self._held.extend(rest)
+            return logits
+        return [self._next(token) for token in rest][-1]
+
+    def _next(self, token: int) -> Tensor:
+        logits = feed_tokens(self.model, self._cache, {0: token})
+        self._held.append(token)
+        return logits
+
+    def _forget(self) -> None:
+        self._cache.reset()
+        del self._held[:]
+
+
+@final
+class DraftText(DraftSource):
+    """A text of `model` that a draft model reads, once the first draft is wanted."""
+
+    def __init__(self, drafts: DraftModel, model: PreTrainedModel) -> None:
+        self._drafts, self._vocabulary, self._text = drafts, vocabulary_of(model), array("i")
+        self.cost = weight_bytes(drafts.model) / weight_bytes(model)
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def push(self, token: int) -> None:
+        self._text.append(token)
+
+    def following(self, most: int, least_match: int) -> list[int]:
+        return self._drafts.following(self._text, most, self._vocabulary)
+
+
 PASS_COST: Final = 0.75  # of a pass with drafts, in steps of one token: see docs/log.md
 DRAFT_COST: Final = 0.25  # of each draft
 FIRST_CREDIT: Final = 3.0
@@ -88,67 +190,111 @@ LONGEST: Final = 15  # drafts: a pass takes so many tokens and one more without 
 
 @final
 class Drafter:
-    """Drafts of one text, by what came before in it, as long as that pays.
+    """Drafts of one text, out of a source (default: the text before them), as long as that pays.
 
     Time is counted in steps of one token. Accepted drafts add to a credit, passes with drafts take from it, and each
     token adds a small share. A draft is made where the credit pays for its pass, so a text without repetition is hardly
     slower. No clock is asked: the same text is drafted alike.
     """
 
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
-        self._index, self._credit, self._length, self._least_match = LookupIndex(), FIRST_CREDIT, FIRST, USUAL
+    def __init__(self, tokens: Iterable[int] = (), source: DraftSource | None = None) -> None:
+        self._source = LookupIndex() if source is None else source
+        self._credit, self._length, self._least_match = FIRST_CREDIT, FIRST, USUAL
         self.read(tokens)
 
     def read(self, tokens: Iterable[int]) -> None:
         """Add tokens of a prompt."""
         for token in tokens:
-            self._index.push(token)
+            self._source.push(token)
 
     def push(self, token: int) -> None:
         """Add the next token of the text."""
-        self._index.push(token)
+        self._source.push(token)
         self._credit = min(self._credit + SHARE, MOST_CREDIT)
 
     def draft(self, most: int) -> list[int]:
         """Tokens that may follow, at most `most`."""
-        length = min(self._length, most, int((self._credit - PASS_COST) / DRAFT_COST))
-        return self._index.following(length, self._least_match) if length > 0 else []
+        length = min(self._length, most, int((self._credit - PASS_COST) / self._draft_cost))
+        return self._source.following(length, self._least_match) if length > 0 else []
 
     def note(self, drafted: int, accepted: int) -> None:
         """Note how many of the tokens drafted last the model has chosen."""
         if not drafted:
             return
-        self._credit = min(self._credit + accepted - PASS_COST - DRAFT_COST * drafted, MOST_CREDIT)
+        self._credit = min(self._credit + accepted - PASS_COST - self._draft_cost * drafted, MOST_CREDIT)
         self._least_match = SHORTEST if accepted else MATCHED
         self._length = min(2 * drafted, LONGEST) if accepted == drafted else max(accepted, FIRST)
 
     @property
+    def _draft_cost(self) -> float:
+        return DRAFT_COST + self._source.cost
+
+    @property
     def tokens(self) -> int:
         """The number of tokens of the text."""
-        return len(self._index)
+        return len(self._source)
 
 
-def is_lookup(speculate: object) -> bool:
-    """Return True for `lookup`, and False for `off` or None. Raises: UsageError for anything else."""
-    if speculate not in (LOOKUP, OFF, None):
-        raise UsageError(f"speculate={shown(speculate)} is no kind of drafts. Use {LOOKUP!r} or {OFF!r}")
-    return speculate == LOOKUP
+Speculate = str | DraftModel | None
+"""`lookup`, `off` as None, or a model that drafts."""
 
 
-def is_drafted(speculate: object, cache: KVCache) -> bool:
+def check_speculate(speculate: Speculate) -> None:
+    """Raises: UsageError for anything else."""
+    if speculate not in (LOOKUP, OFF, None) and not isinstance(speculate, DraftModel):
+        raise UsageError(f"speculate={shown(speculate)} is no kind of drafts. Use {LOOKUP!r}, {OFF!r}, or a DraftModel")
+
+
+def check_name(name: str | None) -> None:
+    """Raises: UsageError for a name of drafts that can be no model's, before the large model is loaded."""
+    if name in (LOOKUP, OFF, None) or "/" in name or Path(name).exists():
+        return
+    raise UsageError(
+        f"--speculate {name} is neither {LOOKUP!r} nor {OFF!r}, and no folder, file or hub name (owner/name) of a model"
+        f"{near_to(name, (LOOKUP, OFF))}"
+    )
+
+
+def loaded(
+    name: str | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: CacheOptions
+) -> Speculate:
+    """The drafts that a command line names: `lookup`, `off`, or a model, whose cache has the budget of `options`.
+
+    Raises: UsageError for a model that is not there, or that has another tokenizer.
+    """
+    if name in (LOOKUP, OFF, None):
+        return name
+    drafts, own = load(name, device=str(model.device))
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise UsageError(
+            f"--speculate {name} reads other tokens than the model. Use a smaller model of the same family, or {LOOKUP}"
+        )
+    return DraftModel(drafts, CacheOptions(budget=options.budget, chunk=options.chunk))
+
+
+def drafter_of(speculate: Speculate, model: PreTrainedModel, tokens: Iterable[int] = ()) -> Drafter:
+    """The drafter of a new text of `model`, for drafts that are not off."""
+    return Drafter(tokens, DraftText(speculate, model) if isinstance(speculate, DraftModel) else LookupIndex())
+
+
+def is_drafted(speculate: Speculate, cache: KVCache) -> bool:
     """Return True if texts are to be drafted. Raises: UsageError where the cache cannot take drafts back."""
-    if not is_lookup(speculate):
+    check_speculate(speculate)
+    if speculate in (OFF, None):
         return False
+    check_drafts(f"speculate={shown(speculate)}", cache)
+    return True
+
+
+def check_drafts(asking: str, cache: KVCache) -> None:
+    """Raises: UsageError where the cache cannot take single tokens back."""
     if cache.recurrent:
         raise UsageError(
-            f"speculate={speculate!r} takes single drafts back, and {cache.recurrent[0].label} can only take back its "
-            "last pass as a whole. Leave speculate out"
+            f"{asking} takes single drafts back, and {cache.recurrent[0].label} can only take back its last pass as a "
+            "whole. Leave speculate out"
         )
     if cache.heads is not None:
-        raise UsageError(
-            f"speculate={speculate!r} needs one process, and there are {cache.heads.ranks.size}. Leave it out"
-        )
-    return True
+        raise UsageError(f"{asking} drafts in one process, and there are {cache.heads.ranks.size}. Leave speculate out")
 
 
 def most_drafts(cache: KVCache, most: int) -> int:

@@ -300,6 +300,19 @@ def stored_bytes(tensor: Tensor) -> int:
     return sum(each.nbytes for each in parts_of(tensor).values())
 
 
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of weights that a token of decode reads: all but the input embedding, of which it reads one row.
+
+    An embedding that is also the head counts, and so does every expert of a mixture.
+    """
+    total = sum(map(stored_bytes, model.parameters()))
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
+    if head is not None and head.weight is embedding:
+        return total
+    assert isinstance(embedding, Tensor)
+    return total - stored_bytes(embedding)
+
+
 def parts_of(tensor: Tensor) -> dict[str, Tensor]:
     """Return the plain tensors inside a tensor subclass, by name. A plain tensor returns itself under an empty name."""
     wrapper: object = tensor

@@ -29,7 +29,7 @@ from windlass.engine.prefill import end_of_text
 from windlass.engine.request import PREFIX, EngineLimits, ReuseMode
 from windlass.engine.row_bytes import replace_batch
 from windlass.engine.scheduler import Scheduler, Service, Watcher
-from windlass.engine.speculate import is_lookup
+from windlass.engine.speculate import check_name, loaded
 from windlass.hf.attach import attached
 from windlass.hf.forward import vocabulary_of
 from windlass.serve.app import Server, make_app
@@ -190,7 +190,8 @@ class ServeOptions:
     adds rows of other options. Prefixes of prompts are cached in `reuse_bytes` of memory, and also in files of
     `disk_bytes` in all if there is a `reuse_folder`. Requests use them as `reuse` says, unless they name a mode. With
     `is_shown`, the page at `/` shows the caches of all requests to all who may call the server. Browsers let pages of
-    `origins` read answers. `speculate`: of requests that do not say.
+    `origins` read answers. `speculate`: of requests that do not say, or the name of
+    a model that drafts.
     """
 
     name: str
@@ -215,7 +216,7 @@ class ServeOptions:
         cannot be, or a folder without memory for reuse."""
         check_address(self.host, self.keys)
         check_origins(self.origins)
-        is_lookup(self.speculate)
+        check_name(self.speculate)
         check_kinds([replace_batch(options, rows) for rows, options in self.all_rows])
         if self.reuse_folder is not None:
             check_folder(self.reuse_folder, "--reuse-folder")
@@ -262,7 +263,8 @@ def scheduler_of(
 ) -> Scheduler:
     """The engine, which is still to be started."""
     disk = None if asked.reuse_folder is None else DiskTier(asked.reuse_folder, asked.disk_bytes, model)
-    return Scheduler(model, tokenizer, asked.all_rows, asked.limits, asked.reuse_bytes, watcher, disk, asked.speculate)
+    drafts = loaded(asked.speculate, model, tokenizer, asked.options)
+    return Scheduler(model, tokenizer, asked.all_rows, asked.limits, asked.reuse_bytes, watcher, disk, drafts)
 
 
 def server_of(

@@ -19,6 +19,7 @@ from windlass.engine import generate
 from windlass.engine.generate import Stream
 from windlass.engine.prefill import revise
 from windlass.engine.sampling import Result, Sampling
+from windlass.engine.speculate import Speculate
 from windlass.engine.templates import of_system
 from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
@@ -82,7 +83,7 @@ class Dialogue:
         system: str | None = None,
         show: Show | None = None,
         stop: list[str] | None = None,
-        speculate: str | None = None,
+        speculate: Speculate = None,
     ) -> None:
         self.session, self.max_tokens, self.sampling, self._stop = session, max_tokens, sampling, stop
         self._speculate = speculate

@@ -31,7 +31,7 @@ from windlass.hf.forward import LayerShape, layer_shapes, vocabulary_of
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import check_place, device_of, dtype_of, load
 from windlass.hf.model_facts import shown_name
-from windlass.hf.weights import labelled, parameter_count, quantize, stored_bytes
+from windlass.hf.weights import labelled, parameter_count, quantize, stored_bytes, weight_bytes
 from windlass.positions.modes import Auto, Original, PositionMode, position_mode
 
 GROWTH = 1.5  # of a cache without budget, see `SlotLayer`
@@ -304,19 +304,6 @@ class Timer:
                 copies = 0.0 if copied is None else full_precision * copied.nbytes / copied.shape[2]
                 total += copies + (tokens - (full_precision if copies else 0)) * coded / layer.store.slots
         return total
-
-
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that a token of decode reads: all but the input embedding, of which it reads one row.
-
-    An embedding that is also the head counts, and so does every expert of a mixture.
-    """
-    total = sum(map(stored_bytes, model.parameters()))
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    if head is not None and head.weight is embedding:
-        return total
-    assert isinstance(embedding, torch.Tensor)
-    return total - stored_bytes(embedding)
 
 
 Progress = Callable[[str, int, int], None]  # the name of the next run, the number of runs done, and their total
