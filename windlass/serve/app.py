@@ -272,16 +272,14 @@ class Server:
             raise BadField("tool_choice", "needs tools")
         prompt = self._prompt(body, messages)
         grammars: Sequence[Grammar] = ()
-        before = prompt.form.calls.answer
-        if is_demanded:
-            if body.response_format.type != "text":
-                raise BadField("response_format", "and a tool_choice that demands a call exclude each other")
+        if is_demanded:  # its text is a call, which no format of answers is for
             grammars = self._grammars.of_call(prompt.form.calls, body.callable, choice, body.n)
         elif isinstance(body.response_format, SchemaFormat):
-            name = "response_format.json_schema.schema"
-            grammars = self._grammars.of(name, body.response_format.json_schema.schema_, body.n, before)
+            name, schema = "response_format.json_schema.schema", body.response_format.json_schema.schema_
+            grammars = self._grammars.of_answer(name, schema, body.n, prompt.form.calls, body.callable)
         elif body.response_format.type == "json_object":
-            grammars = self._grammars.of("response_format", {"type": "object"}, body.n, before)
+            schema = {"type": "object"}
+            grammars = self._grammars.of_answer("response_format", schema, body.n, prompt.form.calls, body.callable)
         return self._builder.built(body, [prompt], grammars, self.service.limits.max_tokens, tenant)
 
     def _prompt(self, body: ChatRequest, messages: list[dict[str, Any]]) -> Prompt:

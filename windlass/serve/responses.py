@@ -290,8 +290,9 @@ class ResponsesRequest(NeutralFields, SharedFields):
             for at, item in items
             if isinstance(item, Reasoning) and item.encrypted_content and not item.content
         ]
-        asked = {"effort": self.reasoning.effort or "none", "summary": self.reasoning.summary or "none"}
-        options = [f"reasoning.{name}: {value}" for name, value in asked.items() if value != "none"]
+        effort = self.reasoning_effort or self.reasoning.effort
+        asked = {"effort": effort, "summary": self.reasoning.summary}
+        options = [f"reasoning.{name}: {value}" for name, value in asked.items() if value not in (None, "none")]
         return unread_tools(self.tools) + unread + options
 
     def _format(self) -> PlainFormat | SchemaFormat:
