@@ -110,8 +110,9 @@ class Server:
     async def respond(self, http: HttpRequest, body: ResponsesRequest) -> Response:
         """Answer a conversation as OpenAI's Responses API does."""
         self._check_model(body.model)
-        messages, chat = await self._beside(lambda: (body.messages(), body.as_chat()))
         tenant, previous = caller(http, body.user), body.previous_response_id
+        stored = partial(self._responses.item, tenant)
+        messages, chat = await self._beside(lambda: (body.messages(stored), body.as_chat()))
         turn = await self._beside(partial(self._responses.begin, tenant, previous))
         given = [*body.system, *turn.history, *messages]
         asked = await self._beside(partial(self._built_chat, chat, "input", given, http.scope[TENANT]))
