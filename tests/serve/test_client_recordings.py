@@ -57,7 +57,7 @@ def test_a_recording_is_answered(words: PromptTokenizer, name: str) -> None:
 def test_each_turn_reads_its_new_messages_only(model: PreTrainedModel, words: PromptTokenizer, name: str) -> None:
     """The last token of a prompt is always read. A stream tells of the cache only where its client asks for usage."""
     recording = Recording.of(name)
-    with engine_served(model, words.tokenizer, OPTIONS, 1 << 28) as (port, engine):
+    with engine_served(model, words.tokenizer, OPTIONS, 1 << 28, max_tokens=32_768) as (port, engine):
         turns = replayed(recording, port, DictatedService(engine, words))
     check(recording, turns)
     told = [turn for turn in turns if turn.reply.cached is not None]
