@@ -83,6 +83,11 @@ class LayerStep(NamedTuple):
         # Joined tokens have left their slots as well. Other slots hold them until the budget evicts.
         return not self.rules.joins or max(recall.lengths, default=0) > (self.rules.budget or MAX_NUMBER)
 
+    @property
+    def evicts_one(self) -> bool:
+        """Return True if the step evicts one token of a row at most."""
+        return self.rules.budget is None or self.bound <= self.rules.budget + 1
+
     def split(self, parts: Sequence[Step]) -> list["LayerStep"]:
         """Split the step into consecutive parts."""
         if len(parts) == 1:
@@ -121,6 +126,7 @@ class LayerStep(NamedTuple):
             remembered=None if recall is None else torch.tensor(recall.lengths),
             is_recalling=self.is_recalling,
             row_sinks=None if sinks is None else sinks.tensor,
+            pins=None if sinks is None else sinks.pins,
         )
 
     def remembered(self) -> dict[str, Tensor]:
@@ -157,6 +163,10 @@ class KernelHandle(NamedTuple):
         budget, policy = asked.rules.budget, asked.rules.policy
         over = 0 if budget is None else asked.bound - budget
         return over <= 1 if self.retention is not None else over <= 0 and policy.observed_queries == 0
+
+    def asks(self, rules: LayerConfig) -> bool:
+        """Return True if the policy itself has to observe or to evict."""
+        return self.retention is None and (rules.budget is not None or rules.policy.observed_queries != 0)
 
     def serves(self, asked: LayerStep) -> bool:
         """Return True if the kernel was prepared for a step like this one."""
@@ -230,8 +240,7 @@ class DecodeKernel:
         recall = None
         if table.recall is not None and (recall := _recall(table, rotary, keys, bound)) is None:
             return None
-        # A kernel that evicts knows no pins, so it leaves that to the policy.
-        retention, heads = None if step.has_pins else _retention(rules), table.score_heads
+        retention, heads = _retention(rules), table.score_heads
         visible = rules.visibility if step.sinks is None else replace(rules.visibility, reach=None, sinks=0)
         slots = DecodeSlots(*held, heads, tables, call.scale, visible, call.softcap, retention, recall, rule)
         if (kernel := kernels.decode_of(slots, queries)) is None:
@@ -378,4 +387,4 @@ def _numbers(asked: LayerStep) -> tuple[object, ...]:
     """Sizes and numbers that all steps of one kernel share."""
     (queries, keys, values), call = asked.states, asked.call
     sizes = queries.shape, keys.shape, values.shape, queries.dtype, keys.dtype, values.dtype
-    return *sizes, tuple(asked.table.state), call.scale, call.softcap, asked.step.sinks is None, asked.step.has_pins
+    return *sizes, tuple(asked.table.state), call.scale, call.softcap, asked.step.sinks is None

@@ -29,6 +29,7 @@ from windlass.core.types import (
     PackedCodes,
     PerSlot,
     PickedSlots,
+    PinnedRanges,
     Queries,
     QueryPositions,
     RotaryTable,
@@ -581,7 +582,8 @@ class DecodeInput:
     return the mass of the queries. `is_evicting`: each row that is then over budget evicts the lowest of its tokens.
     `next_positions` are of after the step. `released`: pairs of slots and positions that an earlier step gave as
     `evicted`, which are free after this one. `remembered`: tokens of each row in the recall store, which the new one is
-    added to. `is_recalling`: read the store's best pages beside the slots. `row_sinks`: see `EvictionInput`.
+    added to. `is_recalling`: read the store's best pages beside the slots. `row_sinks`: see `EvictionInput`. Positions
+    in `pins` rank above all others but sinks and the window.
     """
 
     queries: Queries
@@ -597,6 +599,7 @@ class DecodeInput:
     remembered: RowCounts | None = None
     is_recalling: bool = False
     row_sinks: RowCounts | None = None
+    pins: PinnedRanges | None = None
 
 
 class DecodeOutput(NamedTuple):
@@ -627,4 +630,5 @@ class TokenInput:
     next_positions: RowCounts
     starts: RowCounts | None
     row_sinks: RowCounts | None
+    pins: PinnedRanges | None
     longest: int

@@ -234,6 +234,12 @@ def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
     return kernel(keys, positions)
 
 
+def redundancy(keys: PackedStates, positions: SlotPositions, order: SlotIndex, threshold: float) -> PerSlot | None:
+    """`policies.r_kv.redundancy`, or None where no backend has it. `order` is that of `argsort_positions`."""
+    is_known = _is_compiled(positions.device.type) and cpu.knows(keys) and positions.shape[1] == keys.data.shape[1]
+    return cpu.redundancy(keys, positions, order, threshold) if is_known else None
+
+
 def first_free(positions: SlotPositions, count: int) -> SlotIndex:
     """See `reference.first_free`."""
     free: SlotIndex = _slots_of(positions).first_free(positions, count)

@@ -41,7 +41,7 @@ from windlass.core.inputs import (
     words_of,
 )
 from windlass.core.parse import PAGE
-from windlass.core.positions import EMPTY, RESERVED, RotaryBranch, RotaryIndex, rotate
+from windlass.core.positions import EMPTY, RESERVED, RotaryBranch, RotaryIndex, rank_pinned, rotate
 from windlass.core.types import (
     Attended,
     AttendedTokens,
@@ -680,9 +680,8 @@ def _evict_lowest(
 ) -> tuple[SlotIndex, SlotIndex]:
     """Reserve the lowest slot of each row that is over budget. Returns the slots and their former positions."""
     starts = (new.next_positions - retention.window)[:, None, None]
-    score = _score(slots, retention.ranking, places, state, starts)
     order = EvictionInput(
-        score=score,
+        score=rank_pinned(_score(slots, retention.ranking, places, state, starts), places, new.pins),
         positions=places,
         next_positions=new.next_positions,
         sinks=retention.sinks,

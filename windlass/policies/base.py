@@ -246,6 +246,14 @@ class Recency(ABC):  # noqa: B024  # every member has a default
     keeps_newest: bool = True
 
 
+class LayersAsRows(ABC):  # noqa: B024  # it has no members
+    """Ranks every layer by the same rule, and reads neither `slots.layer` nor `slots.heads`.
+
+    In decode all layers may then come in one call, as rows of one batch. A subclass may rank otherwise, so this
+    interface counts for a class that names it as a base itself, and where that is a wrapper, for the wrapped one too.
+    """
+
+
 class KernelPolicy(ABC):
     """Observes one query per row, and scores slots, in a way that kernels know, so that decode is one call of one.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from windlass.core.errors import PolicyError
 from windlass.core.positions import rotate
 from windlass.core.types import Scores, SlotKeys
-from windlass.policies.base import Needs, Observation, Policy, Slots
+from windlass.policies.base import LayersAsRows, Needs, Observation, Policy, Slots
 
 COUNT: Final = "count"  # statistics: number of queries in the means of each row
 
@@ -54,7 +54,7 @@ def head_products(states: Tensor, keys: SlotKeys) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ExpectedAttention(Policy):
+class ExpectedAttention(Policy, LayersAsRows):
     """Keeps the tokens that queries at the next `future` positions are expected to attend to.
 
     Queries are taken to be normally distributed. Their mean and covariance are measured before rotation, over the whole

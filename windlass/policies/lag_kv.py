@@ -10,7 +10,7 @@ from torch.linalg import vector_norm
 from windlass import kernels
 from windlass.core.errors import PolicyError
 from windlass.core.types import Scores
-from windlass.policies.base import Needs, Policy, Slots, gather_sorted, scatter_sorted
+from windlass.policies.base import LayersAsRows, Needs, Policy, Slots, gather_sorted, scatter_sorted
 
 MIN_RANGE: Final = 1e-6  # of a channel over a block: where tokens are repeated it is 0
 UNRANKED: Final = 2.0  # above all ranks
@@ -20,7 +20,7 @@ LAG_END: Final = "lag_end"  # state: the end of the last whole block when the ra
 
 
 @dataclass(frozen=True)
-class LagKV(Policy):
+class LagKV(Policy, LayersAsRows):
     """Keeps the tokens whose keys and values spread most, measured by the ranges of the block that follows.
 
     The text after the sinks is cut into blocks of `lag` positions. Whenever a token follows a whole block, the tokens

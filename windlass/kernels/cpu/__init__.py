@@ -18,6 +18,7 @@ from windlass.core.types import (
     Queries,
     RotaryKeys,
     RotaryTable,
+    SlotIndex,
     SlotPositions,
 )
 from windlass.kernels.cpu.tensors import (
@@ -260,6 +261,25 @@ def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
         format_of(keys),
         state_arguments(keys, means),
         positions.data_ptr(),
+        out.data_ptr(),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def redundancy(keys: PackedStates, positions: SlotPositions, order: SlotIndex, threshold: float) -> PerSlot:
+    """See `kernels.redundancy`."""
+    batch, kv_heads, slots = keys.data.shape[:3]
+    out = torch.empty(batch, kv_heads, slots)
+    positions, order, means = positions.to(torch.int32).contiguous(), order.contiguous(), contiguous_means(keys)
+    _native.redundancy(
+        (batch, kv_heads, slots),
+        format_of(keys),
+        state_arguments(keys, means),
+        positions.data_ptr(),
+        order.data_ptr(),
+        threshold,
         out.data_ptr(),
         instruction_set(),
         torch.get_num_threads(),

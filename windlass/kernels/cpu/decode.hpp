@@ -65,6 +65,7 @@ class Decode {
         const std::int64_t *starts;  // (batch): tokens of each row in the recall store (null where there is none)
         bool is_recalling;           // whether any of them was evicted
         const std::int64_t *row_sinks;  // see `Retain`
+        Pins pins;
     };
 
     // Floats of scratch that a step needs.
@@ -192,7 +193,7 @@ class Decode {
         Retain now = retain;
         now.is_evicting = given.evicted;
         now.query_positions = given.positions, now.next_positions = given.next_positions;
-        now.row_sinks = given.row_sinks;
+        now.row_sinks = given.row_sinks, now.pins = given.pins;
         now.mass = mass;
         now.state = given.state.empty() ? nullptr : given.state[0].to;
         now.positions = given.slot_positions.to;
