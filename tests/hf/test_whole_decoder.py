@@ -35,6 +35,19 @@ from windlass.kernels.cpu.decode import DecoderSteps
 TOLERANCE = 1e-5
 LAYERS_APART = [[1.5] * 3, [0.5] * 3]
 POLICIES = ["recent", "h2o", "tova", "snapkv", "key_diff"]
+# No kernel knows how they rank: they are asked, for all layers at once.
+ASKED = [
+    "key_norm",
+    "lag_kv(lag=3)",
+    "r_kv(observed_queries=3)",
+    "expected_attention(future=7)",
+    "random",
+    "leverage",
+    "tri_attention",
+    "compactor(observed_queries=4)",
+    "smoothed(h2o)",
+    "in_chunks(key_diff)",
+]
 
 
 @pytest.fixture
@@ -76,7 +89,7 @@ def test_it_equals_the_plain_model(family: str, batch: int, calls: list[int]) ->
     assert set(calls) == {plain.config.num_hidden_layers}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *ASKED])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     ("store", "shares"),

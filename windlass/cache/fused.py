@@ -79,7 +79,7 @@ class AskedLayers:
         return self._joined.table.statistics
 
     def observe_and_evict(self, log: StepLog, steps: DecoderSteps, bound: int) -> None:
-        """Take the second half of a step, in which rows have `bound` tokens at most. `log` notes the state before it."""
+        """Take the second half of a step, in which rows have `bound` tokens at most. `log` notes how to undo it."""
         joined, tables, step = self._joined, [each.table for each in self.layers], log.step.repeated(len(self.layers))
         table, policy = joined.table, joined.policy
         table.positions = _as_rows([each.positions for each in tables])
