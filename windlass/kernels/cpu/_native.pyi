@@ -129,6 +129,16 @@ def mean_key_cosine(
     instruction_set: str,
     threads: int,
 ) -> None: ...
+def expected(
+    sizes: tuple[int, int, int, int, int, int],
+    keys: int,
+    means: int,
+    covariances: int,
+    turn: tuple[int, int],
+    out: int,
+    instruction_set: str,
+    threads: int,
+) -> None: ...
 def redundancy(
     sizes: tuple[int, int, int],
     format: int,

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "call.hpp"
+#include "expected.hpp"
 #include "redundancy.hpp"
 #include "retain.hpp"
 
@@ -25,6 +26,7 @@ struct Kernels {
     void (*remember)(const RecallStep &call, const Recall &store);
     void (*recall)(const RecallStep &call, const Recall &store, float *scratch, int threads);
     void (*redundancy)(const Redundancy &call, float *scratch, int threads);
+    void (*expected)(const Expected &call, float *scratch, int threads);
 };
 
 }  // namespace windlass
@@ -44,11 +46,12 @@ struct Kernels {
     void remember(const RecallStep &call, const Recall &store);                                            \
     void recall(const RecallStep &call, const Recall &store, float *scratch, int threads);                 \
     void redundancy(const Redundancy &call, float *scratch, int threads);                                  \
+    void expected(const Expected &call, float *scratch, int threads);                                      \
     void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads); \
     void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);   \
     constexpr Kernels kernels{&attend, &rotate,     &encode,           &mean_key_cosine,                    \
                               &linear, &decode_weights, &query_mass, &before_attention, &after_attention, &retain,           \
-                              &best_pages, &read_tokens, &remember, &recall, &redundancy};                  \
+                              &best_pages, &read_tokens, &remember, &recall, &redundancy, &expected};       \
     }
 WINDLASS_DECLARE(plain)
 #ifdef WINDLASS_X86

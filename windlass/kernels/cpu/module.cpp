@@ -118,6 +118,26 @@ void redundancy(std::tuple<int, int, int> sizes, int format, PackedArguments key
     kernels_of(instruction_set).redundancy(call, scratch, threads);
 }
 
+void expected(std::tuple<int, int, int, int, int, int> sizes, Address keys, Address means, Address covariances,
+              std::pair<Address, Address> turn, Address out, const std::string &instruction_set, int threads) {
+    const auto [batch, kv_heads, group, slots, channels, pairs] = sizes;
+    const Expected call{batch,
+                        kv_heads,
+                        group,
+                        slots,
+                        channels,
+                        pairs,
+                        at<const float>(keys),
+                        at<const float>(means),
+                        at<const float>(covariances),
+                        at<const float>(turn.first),
+                        at<const float>(turn.second),
+                        at<float>(out)};
+    float *scratch = scratch_of(threads * call.scratch());
+    nb::gil_scoped_release released;
+    kernels_of(instruction_set).expected(call, scratch, threads);
+}
+
 using DigestArguments = std::tuple<Address, Address, Address, Address, int>;
 
 BestPages::Digests digests_of(const DigestArguments &from) {
@@ -353,6 +373,8 @@ NB_MODULE(_native, module) {
     module.def("encode", &encode, "sizes"_a, "float_format"_a, "states"_a, "strides"_a, "means"_a, "codes"_a,
                "scales"_a, "instruction_set"_a, "threads"_a);
     module.def("mean_key_cosine", &mean_key_cosine, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,
+               "instruction_set"_a, "threads"_a);
+    module.def("expected", &expected, "sizes"_a, "keys"_a, "means"_a, "covariances"_a, "turn"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
     module.def("redundancy", &redundancy, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "order"_a, "threshold"_a,
                "out"_a, "instruction_set"_a, "threads"_a);
