@@ -93,7 +93,16 @@ def test_it_equals_the_plain_model(family: str, batch: int, calls: list[int]) ->
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     ("store", "shares"),
-    [("plain", None), ("plain", LAYERS_APART), ("plain", APART), ("int8", None), ("int4", None), ("int4", APART)],
+    [
+        ("plain", None),
+        ("plain", LAYERS_APART),
+        ("plain", APART),
+        ("int8", None),
+        ("int4", None),
+        ("int4", APART),
+        ("int4(sinks=3)", None),
+        ("int8(sinks=2)", APART),
+    ],
 )
 def test_it_leaves_what_layers_by_themselves_leave(
     policy: str,
@@ -107,6 +116,7 @@ def test_it_leaves_what_layers_by_themselves_leave(
     model, text = windlass.attach(tiny_model("qwen3")), tokens(47, batch)
     options: dict[str, Any] = {"policy": policy, "rollback": 3, "store": store}
     options["shares"] = None if shares is None else Shares(shares)
+    options["sinks"] = 1 if "sinks" in store else 4  # some of the tokens in full precision are evicted
     caches = [KVCache(model, batch=batch, budget=16, **options) for _ in range(2)]
     calls.clear()
     ours = fed(model, caches[0], text, 15)
@@ -121,11 +131,14 @@ def test_it_leaves_what_layers_by_themselves_leave(
     assert_same(*caches)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [*POLICIES, "lag_kv(lag=3)", "r_kv(observed_queries=3)", "expected_attention", "smoothed(h2o)"]
+)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     ("rollback", "budget", "store", "shares"),
     [
+        (3, 16, "int4(sinks=3)", None),
         (0, 16, "plain", None),
         (3, 16, "plain", APART),
         (3, 48, "plain", None),
@@ -145,8 +158,9 @@ def test_readers_and_forgotten_steps_leave_what_layers_by_themselves_leave(
 ) -> None:
     """Bytes are counted, steps forgotten, passes interrupted and taken back between two tokens, in any order."""
     model, text = windlass.attach(tiny_model("llama")), tokens(70, batch)
-    options: dict[str, Any] = {"policy": policy, "rollback": rollback, "budget": budget, "recall": 16, "store": store}
+    options: dict[str, Any] = {"policy": policy, "rollback": rollback, "budget": budget, "store": store}
     options["shares"] = None if shares is None else Shares(shares)
+    options |= {"sinks": 1} if "sinks" in store else {"recall": 16}
     caches = [KVCache(model, batch=batch, **options) for _ in range(2)]
     run, told = FusedDecode.run, list[list[Any]]()
 
@@ -184,6 +198,38 @@ def test_readers_and_forgotten_steps_leave_what_layers_by_themselves_leave(
     assert_same(*caches)
 
 
+@pytest.mark.parametrize("policy", [*POLICIES, "r_kv(observed_queries=3)"])
+@pytest.mark.parametrize("store", ["plain", "int4", "int8(sinks=3)"])
+def test_rows_with_pins_leave_what_layers_by_themselves_leave(
+    policy: str, store: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row has none, one has some in the middle, and one has no room for others beside the window."""
+    model, text = windlass.attach(tiny_model("llama")), tokens(47, 3)
+    pins = [(), ((5, 7), (7, 10), (21, 22)), ((4, 16),)]
+    caches = [
+        KVCache(model, batch=3, budget=20, window=3, policy=policy, store=store, sinks="system") for _ in range(2)
+    ]
+    for cache in caches:
+        for row, its in enumerate(pins):
+            cache.set_sinks(4, row, its)
+    calls.clear()
+    ours = fed(model, caches[0], text, 19)
+    assert len(calls) >= 18
+    with monkeypatch.context() as patched:
+        patched.setattr(WholeDecoder, "output", lambda *_: None)
+        theirs = fed(model, caches[1], text, 19)
+    # With tokens in full precision, layers by themselves may attend in plain PyTorch.
+    tolerance = TOLERANCE if "sinks" in store else 0.0
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert_same(*caches)
+    for row, its in enumerate(pins):
+        pinned = {at for start, stop in its for at in range(start, stop)}
+        assert all(pinned <= set(head) for layer in caches[0].layers for head in layer.positions[row].tolist())
+    for cache in caches:
+        cache.rollback([2, 0, 1])
+    assert_same(*caches)
+
+
 def _rolled_back(cache: KVCache) -> bool:
     try:
         cache.rollback(1)
@@ -214,7 +260,10 @@ def test_padding_and_rows_of_several_lengths_are_the_same(store: str) -> None:
 
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize(("policy", "store"), [("h2o", "plain"), ("snapkv", "int4"), ("key_diff", "plain")])
+@pytest.mark.parametrize(
+    ("policy", "store"),
+    [("h2o", "plain"), ("snapkv", "int4"), ("key_diff", "plain"), ("smoothed(h2o)", "plain"), ("r_kv", "int8")],
+)
 def test_an_interrupt_around_the_call_leaves_no_trace(
     is_taken: bool, error: type[BaseException], policy: str, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

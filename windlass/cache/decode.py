@@ -187,7 +187,7 @@ class KernelHandle(NamedTuple):
 class DecodeKernel:
     """The kernel for steps of one token per row of one layer, prepared when the first such step comes.
 
-    It serves keys and values that are stored as they are or in codes alone, and position modes with a rule. It does not
+    It serves keys and values that are stored as they are or in codes, and position modes with a rule. It does not
     serve merged tokens, pictures, an indexer, policies that change keys or ask for token ids, or norms after RoPE. It
     observes and evicts for policies whose ranking it knows. For others it writes and attends.
     """
@@ -200,8 +200,13 @@ class DecodeKernel:
         """Copy for a layer whose slots are elsewhere: nothing is prepared."""
         return DecodeKernel(copy.deepcopy(self._policy, memo))
 
-    def of(self, asked: LayerStep) -> KernelHandle | None:
-        """The kernel for this step. None: the kernel does not serve such a step."""
+    def of(self, asked: LayerStep, *, beside_sinks: bool = False) -> KernelHandle | None:
+        """The kernel for this step. None: the kernel does not serve such a step.
+
+        `beside_sinks`: also where a store holds first tokens in full precision. The caller then keeps its ring.
+        """
+        if not beside_sinks and asked.table.store.full_precision.tensors:
+            return None
         step, call, (queries, keys, values) = asked.step, asked.call, asked.states
         if not step.is_token or not kernels.has_decode(queries.device.type):
             return None
@@ -214,14 +219,15 @@ class DecodeKernel:
                 return None
             recall.make_room()
         prepared = self._prepared
-        if prepared is None or not prepared.serves(asked):
+        # An edit of a row changes in place which slots are held in full precision.
+        if prepared is None or asked.table.store.full_precision.tensors or not prepared.serves(asked):
             prepared = self._prepared = self._prepare(asked)
         return prepared
 
     def _prepare(self, asked: LayerStep) -> KernelHandle | None:
         """Prepare a kernel for steps like this one. None: it can't serve them."""
         table, rules, rotary, (queries, keys, values), step, mode, call, *_ = asked
-        held, end, tables, bound, rule = table.store.in_place(), MAX_NUMBER, None, step.end, ReadRule()
+        held, end, tables, bound, rule = _held(asked), MAX_NUMBER, None, step.end, ReadRule()
         if held is None or rules.merge is not None or TOKEN in table.state or changes_keys(self._policy):
             return None
         if not (_takes(held[0], keys, queries) and _takes(held[1], values, queries)):
@@ -368,6 +374,17 @@ def _recall(table: SlotTable, rotary: Rotary | None, keys: NewKeys, end: int) ->
         digests=recall.digests.tiled(),
         candidates=recall.candidates,
     )
+
+
+def _held(asked: LayerStep) -> tuple[PackedStates, PackedStates] | None:
+    """Keys and values as a kernel writes and reads them in such a step. None: it can't."""
+    store = asked.table.store
+    ring = store.full_precision
+    if not ring.tensors:
+        return store.in_place()
+    pairs = zip(asked.step.lengths, ring.filled_rows, strict=True)
+    is_filled = all(is_filled or not tokens for tokens, is_filled in pairs)
+    return store.in_place_beside_sinks() if is_filled and asked.table.recall is None else None
 
 
 def _takes(held: PackedStates, new: Tensor, queries: Queries) -> bool:

@@ -25,6 +25,7 @@ from windlass.policies.calls import initial_state
 from windlass.policies.wrappers import find, ranks_layers_as_rows
 from windlass.positions.modes import PositionMode
 from windlass.stores.formats import Plain
+from windlass.stores.full_precision import with_tokens
 
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import DecoderSteps, FewTokens, StepMemory
@@ -132,9 +133,9 @@ def _as_rows(tensors: Sequence[Tensor]) -> Tensor:
 class StepLog:
     """One step: its inputs, and the memory that undoes it.
 
-    `taken` counts the tokens that earlier steps of this object wrote, in the longest row. `lengths` are the rows'
-    lengths in a recall store before the step. `initial` is, per layer, the state that the policy gave the new tokens.
-    `before` is, per `AskedLayers`, the state before the policy observed the step and evicted.
+    `taken` counts the tokens that earlier steps of this object wrote, in the longest row, `tokens` in each.
+    `lengths` are the rows' lengths in a recall store before the step. `initial` is, per layer, the state that the
+    policy gave the new tokens. `before` is, per `AskedLayers`, the state before the policy observed and evicted.
     """
 
     step: Step
@@ -142,6 +143,7 @@ class StepLog:
     memory: StepMemory
     taken: int
     lengths: tuple[int, ...]
+    tokens: tuple[int, ...]
     initial: list[dict[str, Tensor]]
     before: list[PolicyState]
 
@@ -159,6 +161,7 @@ class StepLogs:
     starting: tuple[History, ...]
     taken: int
     lengths: tuple[int, ...]
+    tokens: tuple[int, ...]
     has_older: bool  # whether any of the histories has a step that can be undone
 
 
@@ -237,12 +240,21 @@ class FusedDecode:
             self._initializes,
         )
         recall = first.table.recall
+        rings = [layer.store.full_precision for layer in layers]
+        self._rings = tuple(
+            _Ring.of(layer) if ring.tensors else None for layer, ring in zip(layers, rings, strict=True)
+        )
+        filled = [ring.filled_rows for ring in rings if ring.tensors]
+        self._takes = (
+            tuple(map(all, zip(*filled, strict=True))) or (True,) * hidden.shape[0]
+        )  # per row, whether a token
         self._held = [layer.table.occupancy_bound for layer in layers]
         self._first = StepLogs(
             logs=(),
             starting=tuple(layer.history for layer in layers),
             taken=0,
             lengths=() if recall is None else recall.lengths,
+            tokens=(0,) * hidden.shape[0],
             has_older=any(layer.history.records for layer in layers),
         )
         self._plan: DecodePlan | None = None  # the latest
@@ -276,6 +288,7 @@ class FusedDecode:
         """Return True if a step is one of those that this was made for."""
         is_like = decoder is self.decoder and mode is self._mode and step.end <= self._end
         is_like = is_like and hidden.shape == self._shape and hidden.dtype is self._dtype
+        is_like = is_like and all(takes or not tokens for takes, tokens in zip(self._takes, step.lengths, strict=True))
         return is_like and self.has_room(1) and (step.sinks is not None) == self._has_sinks
 
     def has_room(self, tokens: int) -> bool:
@@ -317,12 +330,13 @@ class FusedDecode:
             pins=None if step.sinks is None or not self._has_sinks else step.sinks.pins,
             longest=longest,
         )
-        log = StepLog(step, token, self._steps.memory(), before.taken, lengths, [], [])
+        log = StepLog(step, token, self._steps.memory(), before.taken, lengths, before.tokens, [], [])
         after = StepLogs(
             logs=(*kept, log),
             starting=tuple(history for history, _ in older) or before.starting,
             taken=before.taken + longest,
             lengths=tuple([length + n for length, n in zip(lengths, step.lengths, strict=False)]),
+            tokens=tuple([count + n for count, n in zip(before.tokens, step.lengths, strict=True)]),
             has_older=any(history.records for history, _ in older),
         )
         released = tuple(slots for _, slots in older)
@@ -381,6 +395,8 @@ class FusedDecode:
             table.occupancy_bound = self._held_after(number, state.taken)
             if table.recall is not None:
                 table.recall.lengths = state.lengths
+            if (ring := self._rings[number]) is not None:
+                ring.settle(layer, state.tokens)
 
     def resume(self) -> None:
         """Go on from the histories of the layers, which know of all steps."""
@@ -388,7 +404,7 @@ class FusedDecode:
 
     def _go_on(self, histories: Sequence[History]) -> None:
         state, has_older = self._state, any(history.records for history in histories)
-        self._first = StepLogs((), tuple(histories), state.taken, state.lengths, has_older)
+        self._first = StepLogs((), tuple(histories), state.taken, state.lengths, state.tokens, has_older)
         self._plan = None
 
     def _is_over(self, number: int, log: StepLog) -> bool:
@@ -404,7 +420,7 @@ class FusedDecode:
         """The record of a step in a layer. `states` are the current ones, which differ in slots that were free."""
         memory, steps, is_over = log.memory, self._steps, self._is_over(number, log)
         evicted, positions = steps.evicted(memory, number) if is_over else (None, None)
-        asked, statistics = self._asked_as.get(number), layer.table.statistics
+        asked, statistics, ring = self._asked_as.get(number), layer.table.statistics, self._rings[number]
         if asked is not None:
             group, place = asked
             states, statistics = log.before[group].part(place, len(self._asked[group].numbers))
@@ -423,6 +439,7 @@ class FusedDecode:
             statistics=statistics,
             written=steps.written(memory, number),
             state=states,
+            ring={} if ring is None else ring.after(log.tokens),
             initial_state=initial,
             observed=log.step.first_columns if is_shown else None,
             mass=mass,
@@ -442,6 +459,31 @@ class FusedDecode:
                 if name in initial:
                     state.scatter_(-1, written, initial[name])
             log.initial.append(initial)
+
+
+@dataclass(frozen=True, eq=False)
+class _Ring:
+    """A layer's tokens in full precision as steps found them. `index` is the one that the kernel reads."""
+
+    tensors: dict[str, Tensor]
+    index: Tensor
+
+    @classmethod
+    def of(cls, layer: SlotLayer) -> _Ring:
+        ring = layer.store.full_precision
+        index = ring.ring_index(layer.table.slots)
+        assert index is not None, "a store that holds nothing in full precision"
+        return cls(ring.tensors, index)
+
+    def after(self, tokens: Sequence[int]) -> dict[str, Tensor]:
+        """The tensors once each row has so many tokens more."""
+        return with_tokens(self.tensors, tokens)
+
+    def settle(self, layer: SlotLayer, tokens: Sequence[int]) -> None:
+        """Let the layer's store know of the tokens."""
+        ring = layer.store.full_precision
+        ring.tensors = self.after(tokens)
+        ring.keep(self.index)
 
 
 def _are_alike(layers: Sequence[SlotLayer], step: Step) -> bool:

@@ -166,6 +166,8 @@ class SlotLayer(Layer):
 
     def whole_step(self, asked: LayerStep) -> KernelHandle | None:
         """The kernel that does all of a step. None: a kernel alone can't take it."""
+        if self.store.full_precision.tensors:
+            return None
         prepared = self.token_step(asked)
         return prepared if prepared is not None and prepared.is_all(asked) else None
 
@@ -173,7 +175,7 @@ class SlotLayer(Layer):
         """The kernel that at least writes and attends in a step of one token per row. None: it needs more room."""
         if self.is_shared or not asked.fits(self.history.reserved, self.reserve_hint, self.longest_decode):
             return None
-        return self.decode_kernel.of(asked)
+        return self.decode_kernel.of(asked, beside_sinks=True)
 
     def as_rows(self, others: Sequence["SlotLayer"]) -> "SlotLayer":
         """A layer for this one's policy, with the rows of this layer and of `others`. It has no tokens yet."""

@@ -556,9 +556,9 @@ class Retention:
 class DecodeSlots:
     """Slots that decode steps write to and read: the part that stays the same from step to step.
 
-    `keys` and `values` hold no token at full precision beside codes. New tokens are encoded as theirs are. `tables`
-    (cos, sin) have a row for each place that `rule` reads at (None: no rotation). `retention`: None where the kernel
-    neither observes nor evicts. `recall`: None where nothing is recalled. The other fields are those of
+    A slot that is written leaves the `ring_index` of `keys` and `values`. New tokens are encoded as theirs are.
+    `tables` (cos, sin) have a row for each place that `rule` reads at (None: no rotation). `retention`: None where the
+    kernel neither observes nor evicts. `recall`: None where nothing is recalled. The other fields are those of
     `AttentionInput`.
     """
 

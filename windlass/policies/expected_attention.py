@@ -124,7 +124,8 @@ class ExpectedAttention(Policy, LayersAsRows):
         """Mean cos and sin (batch, pairs) of the rotations of each row to its next positions."""
         rotation, batch = slots.step_angles(), len(slots.next_positions)
         if rotation is None:
-            return slots.next_positions.new_zeros(2, batch, 0, dtype=torch.float32).unbind(0)
+            nothing = torch.zeros(batch, 0, device=slots.next_positions.device)
+            return nothing, nothing
         pairs = len(rotation[0])
         units = torch.zeros(batch, 1, 1, channels, device=slots.next_positions.device)
         units[..., :pairs] = 1
@@ -143,7 +144,7 @@ class ExpectedAttention(Policy, LayersAsRows):
 def expected_logits(keys: SlotKeys, mean: Tensor, covariance: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
     """See `kernels.expected_logits`, in plain PyTorch. Without a covariance (None) the mean query decides."""
     cos, sin, head_dim = cos[:, None, None], sin[:, None, None], keys.shape[-1]
-    logits = head_products(rotate(mean[:, :, None], cos, sin), keys) / head_dim**0.5
+    logits: Tensor = head_products(rotate(mean[:, :, None], cos, sin), keys) / head_dim**0.5
     if covariance is None:
         return logits
     for _ in range(2):  # rows, then columns
@@ -151,4 +152,5 @@ def expected_logits(keys: SlotKeys, mean: Tensor, covariance: Tensor | None, cos
     # As in `head_products`, the heads of a kv head side by side.
     side_by_side = covariance.unflatten(1, (keys.shape[1], -1)).transpose(2, 3).flatten(3)
     spread = (keys @ side_by_side).unflatten(-1, (-1, head_dim)).mul_(keys.unsqueeze(3)).sum(-1)
-    return logits + spread.mT / (2 * head_dim)
+    found: Tensor = logits + spread.mT / (2 * head_dim)
+    return found

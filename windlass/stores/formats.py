@@ -104,6 +104,10 @@ class LowBit(Store):
     def in_place(self) -> tuple[PackedStates, PackedStates] | None:
         return None if self.latent or self.index or self.full_precision.tensors else self.packed()
 
+    def in_place_beside_sinks(self) -> tuple[PackedStates, PackedStates] | None:
+        is_plain = not (self.latent or self.index)
+        return self.packed() if is_plain and self.full_precision.newest == 0 else None
+
     def _means(self) -> KeyMeans:
         return self._constants[KEY_MEANS].float()
 

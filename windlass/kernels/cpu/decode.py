@@ -77,7 +77,8 @@ class Decode:
             (batch, kv_heads, 1, held),
         )
         recall, means = slots.recall, tuple(map(contiguous_means, (slots.keys, slots.values)))
-        self._kept = means  # the compiled module holds these addresses, and those of the recall store
+        # The compiled module holds these addresses, and those of the recall store.
+        self._kept = *means, slots.keys.ring_index, slots.values.ring_index
         self._recall = (
             None if recall is None else (recall.turn, recall.pieces[0].keys.states.means, recall.last_recalled)
         )
