@@ -291,6 +291,26 @@ def test_an_interrupt_around_the_call_leaves_no_trace(
             assert_same(cache, before)
 
 
+@pytest.mark.parametrize("store", ["plain", "int4(sinks=3)"])
+@pytest.mark.parametrize("policy", ["key_diff", "smoothed(h2o)", "expected_attention"])
+def test_a_token_that_the_layers_know_of_is_taken_back(policy: str, store: str, calls: list[int]) -> None:
+    """Its states, statistics and tokens in full precision as well."""
+    model, text = windlass.attach(tiny_model("llama")), tokens(48)
+    cache = KVCache(model, budget=12, policy=policy, rollback=3, sinks=1, store=store)
+    fed(model, cache, text[:, :25], 6)
+    before, twin = cache.text, copy.deepcopy(cache)
+    calls.clear()
+    model(text[:, 25:26], past_key_values=cache)
+    assert calls
+    assert len(cache.layers) == calls[0]  # they are brought up to date
+    cache.take_back(before)
+    assert_same(cache, twin)
+    # In other slots they are added up in another order.
+    after = [fed(model, each, text[:, 25:34], 8) for each in (cache, twin)]
+    torch.testing.assert_close(*after, rtol=TOLERANCE, atol=TOLERANCE)
+    assert_same(cache, twin)
+
+
 def test_python_calls_of_a_token_do_not_grow_with_the_layers() -> None:
     """Compare models of 2 and of 12 layers, with caches that are full, evict, recall, or hold a batch."""
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 4}

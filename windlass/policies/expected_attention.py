@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from windlass import kernels
 from windlass.core.errors import PolicyError
@@ -96,11 +97,12 @@ class ExpectedAttention(Policy, LayersAsRows):
         # Welford's update: the difference from the old mean times the difference from the new mean.
         old = (queries - mean[:, :, None]).masked_fill(~is_counted, 0.0)
         new = (queries - slots.statistics["mean"][:, :, None]).masked_fill(~is_counted, 0.0)
-        products, added = old.mT @ new, is_counted.sum(2, keepdim=True)
         if covariance is None:
-            covariance = torch.zeros_like(products)
-        change = (products - added * covariance) / slots.statistics["count"][..., None].clamp(min=1)
-        slots.statistics["covariance"] = covariance + change
+            covariance = torch.zeros(*mean.shape, mean.shape[-1], device=mean.device)
+        count = slots.statistics["count"][..., None].clamp(min=1)
+        covariance = covariance * (1 - is_counted.sum(2, keepdim=True) / count)
+        covariance.flatten(0, 1).baddbmm_((old / count).flatten(0, 1).mT, new.flatten(0, 1))
+        slots.statistics["covariance"] = covariance
 
     def score(self, slots: Slots) -> Scores:
         keys, mean = slots.rotated_keys().float(), slots.statistics["mean"]
@@ -116,7 +118,7 @@ class ExpectedAttention(Policy, LayersAsRows):
         expected = shares.logsumexp(2) - math.log(shares.shape[2])
         if self.epsilon:
             expected = torch.logaddexp(expected, torch.full_like(expected, math.log(self.epsilon)))
-        score = expected + slots.values().float().norm(dim=-1).log()
+        score = expected + vector_norm(slots.values(), dim=-1, dtype=torch.float32).log()
         top = score.masked_fill(~takes_part, least).amax(-1, keepdim=True)
         return torch.where(takes_part, score, top + 1)
 

@@ -19,7 +19,7 @@ class RKV(Policy, LayersAsRows):
     """Keeps tokens that the last queries attended to, unless other keys held are similar to theirs.
 
     Of near duplicates, keys of a cosine above `threshold`, the newest loses least and survives. `importance` is the
-    weight of attention, the rest that of redundancy. Every step that evicts compares all keys held with one another.
+    weight of attention, the rest that of redundancy. Every step that evicts compares the keys held with one another.
 
     Source: R-KV, Cai et al. 2025 (arXiv:2505.24133).
     Differs: compares un-rotated keys, so a repetition far away counts as one nearby does. Works at any step, with
