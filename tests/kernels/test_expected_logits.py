@@ -29,7 +29,8 @@ def test_it_equals_loops(
     heads = kv_heads * group
     keys = torch.randn(batch, kv_heads, slots, channels, generator=draw)
     mean = torch.randn(batch, heads, channels, generator=draw)
-    covariance = torch.randn(batch, heads, channels, channels, generator=draw)  # symmetric but for rounding, or not
+    covariance = torch.randn(batch, heads, channels, channels, generator=draw)
+    covariance = covariance + covariance.mT
     cos, sin = torch.randn(2, batch, pairs, generator=draw)
     ours = expected_logits(keys, mean, covariance, cos, sin)
     if way != "plain":

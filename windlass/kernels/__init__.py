@@ -250,8 +250,8 @@ def rotated(states: Tensor, positions: RotaryKeys, tables: tuple[RotaryTable, Ro
 def expected_logits(keys: SlotKeys, means: Tensor, covariances: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
     """Logits of rotated keys for queries of a normal distribution, as `ExpectedAttention` has them. None: no backend.
 
-    `means` (batch, heads, channels) and `covariances` (batch, heads, channels, channels) are rotated by `cos` and `sin`
-    (batch, pairs) first. Returns (batch, kv_heads, group, slots).
+    `means` (batch, heads, channels) and symmetric `covariances` (batch, heads, channels, channels) are rotated by `cos`
+    and `sin` (batch, pairs) first. Returns (batch, kv_heads, group, slots).
     """
     is_known = _is_compiled(keys.device.type) and keys.numel() > 0
     return cpu.expected_logits(keys, means, covariances, cos, sin) if is_known else None

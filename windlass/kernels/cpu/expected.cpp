@@ -1,7 +1,7 @@
 // Expected logits of keys, compiled once for each instruction set (WINDLASS_SET).
 //
-// Keys are laid out by channel, so that a vector holds the logits of many of them. Of a covariance, which is symmetric but
-// for rounding, the part below the diagonal is added to the part above it: half of the products.
+// Keys are laid out by channel, so that a vector holds the logits of many of them. A covariance is symmetric but for
+// rounding, so the part above its diagonal counts twice: half of the products.
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -21,6 +21,21 @@ namespace {
 
 constexpr int VECTORS = 4;
 constexpr int BLOCK_SLOTS = VECTORS * LANES;
+
+// Rotates pairs of numbers, by an angle each.
+void rotate(float *__restrict first, float *__restrict second, const float *__restrict cos, const float *__restrict sin, int pairs) {
+    for (int i = 0; i < pairs; ++i) {
+        const float a = first[i], b = second[i];
+        first[i] = a * cos[i] - b * sin[i], second[i] = b * cos[i] + a * sin[i];
+    }
+}
+// All by one angle.
+void rotate(float *__restrict first, float *__restrict second, float cos, float sin, int pairs) {
+    for (int i = 0; i < pairs; ++i) {
+        const float a = first[i], b = second[i];
+        first[i] = a * cos - b * sin, second[i] = b * cos + a * sin;
+    }
+}
 
 // One row and kv head.
 class Logits {
@@ -47,32 +62,22 @@ class Logits {
     const int index, channels;
     float *keys, *means, *products;
 
-    // The mean and the covariance of one query head, rotated, and the covariance folded onto its upper half.
+    // The mean and the covariance of one query head, rotated, with twice the part above the diagonal.
     void turn(int member) {
         const std::size_t head = std::size_t(index) * call.group + member, size = std::size_t(channels) * channels;
         const std::size_t row = std::size_t(index / call.kv_heads) * call.pairs;
         const float *cos = call.cos + row, *sin = call.sin + row;
-        const auto rotate = [&](float *states, std::size_t stride) {
-            for (int i = 0; i < call.pairs; ++i) {
-                float &first = states[i * stride], &second = states[(i + call.pairs) * stride];
-                const float a = first, b = second;
-                first = a * cos[i] - b * sin[i], second = b * cos[i] + a * sin[i];
-            }
-        };
         float *mean = means + std::size_t(member) * channels, *square = products + member * size;
         std::copy_n(call.means + head * channels, channels, mean);
-        rotate(mean, 1);
+        rotate(mean, mean + call.pairs, cos, sin, call.pairs);
         std::copy_n(call.covariances + head * size, size, square);
-        for (int i = 0; i < channels; ++i) rotate(square + std::size_t(i) * channels, 1);
+        for (float *states = square; states < square + size; states += channels) rotate(states, states + call.pairs, cos, sin, call.pairs);
         for (int i = 0; i < call.pairs; ++i) {  // whole rows at once
-            float *first = square + std::size_t(i) * channels, *second = first + std::size_t(call.pairs) * channels;
-            for (int j = 0; j < channels; ++j) {
-                const float a = first[j], b = second[j];
-                first[j] = a * cos[i] - b * sin[i], second[j] = b * cos[i] + a * sin[i];
-            }
+            float *first = square + std::size_t(i) * channels;
+            rotate(first, first + std::size_t(call.pairs) * channels, cos[i], sin[i], channels);
         }
         for (int i = 0; i < channels; ++i)
-            for (int j = i + 1; j < channels; ++j) square[std::size_t(i) * channels + j] += square[std::size_t(j) * channels + i];
+            for (int j = i + 1; j < channels; ++j) square[std::size_t(i) * channels + j] *= 2;
     }
 
     void read(int start, int count) {
