@@ -4,6 +4,7 @@ import copy
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from tests.helpers.shares import APART
 from windlass import KVCache, Shares, UsageError, kernels
 from windlass.cache.fused import FusedDecode
 from windlass.hf.cpu_decoder import WholeDecoder
+from windlass.policies import KeyNorm, Policy, Slots, Smoothed
+from windlass.policies.wrappers import ranks_layers_as_rows
 from windlass.testing import tiny_model
 
 if not kernels.has_linear("cpu"):
@@ -195,6 +198,32 @@ def test_readers_and_forgotten_steps_leave_what_layers_by_themselves_leave(
         assert bool(calls) == is_whole
     for ours, theirs in zip(*told, strict=True):
         assert ours.equal(theirs) if isinstance(ours, Tensor) else ours == theirs
+    assert_same(*caches)
+
+
+@dataclass(frozen=True)
+class ByLayer(KeyNorm):
+    """Keeps the keys of the largest norm in every second layer."""
+
+    def score(self, slots: Slots) -> Tensor:
+        return super().score(slots) * (-1) ** slots.layer
+
+
+@pytest.mark.parametrize("policy", [ByLayer(), Smoothed(ByLayer())], ids=repr)
+def test_a_policy_that_reads_the_number_of_its_layer_is_shown_one_layer(
+    policy: Policy, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ranks_layers_as_rows(KeyNorm())
+    assert ranks_layers_as_rows(Smoothed(KeyNorm()))
+    assert not ranks_layers_as_rows(policy)
+    model, text = windlass.attach(tiny_model("llama")), tokens(47)
+    caches = [KVCache(model, budget=16, policy=policy) for _ in range(2)]
+    calls.clear()
+    ours = fed(model, caches[0], text, 15)
+    assert len(calls) >= 14
+    with monkeypatch.context() as patched:
+        patched.setattr(WholeDecoder, "output", lambda *_: None)
+        assert torch.equal(ours, fed(model, caches[1], text, 15))
     assert_same(*caches)
 
 
