@@ -38,7 +38,7 @@ class PolicyState(NamedTuple):
     statistics: dict[str, Tensor]
 
     def part(self, number: int, of: int) -> PolicyState:
-        """Those of one layer, `of` so many. They are views."""
+        """State and statistics of one layer, `of` so many, as views."""
         state, statistics = (
             {name: tensor.chunk(of)[number] for name, tensor in each.items()} for each in (self.state, self.statistics)
         )

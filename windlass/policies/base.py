@@ -9,8 +9,8 @@ attention. `windlass/policies/base.py` has interfaces for special needs.
 You may rely on:
 1. `slots` are those of layer `slots.layer`, of `slots.layers`, and where its heads lie in groups, of its kv heads
    `slots.heads`. A token keeps its slot until it is evicted, except when the cache packs its slots, between a prompt
-   and the tokens generated after it, or sorts them, in `divide`. A policy that is `LayersAsRows` may be shown several
-   layers at once: their rows, one layer after the other.
+   and the tokens generated after it, or sorts them, in `divide`. With `LayersAsRows`
+   they are rows of several layers.
 2. State is 0 when its token is written, or the value of an `Initializer`, and moves with the token. State named "token"
    is the token's id. State written by `score` is kept in rows over budget only, as if each row were alone.
 3. `slots.statistics` holds the values that your `observe` put there. It is rolled back, saved and copied with its row.
