@@ -18,6 +18,8 @@ from windlass.core.types import (
     Queries,
     RotaryKeys,
     RotaryTable,
+    SlotIndex,
+    SlotKeys,
     SlotPositions,
 )
 from windlass.kernels.cpu.tensors import (
@@ -260,6 +262,43 @@ def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
         format_of(keys),
         state_arguments(keys, means),
         positions.data_ptr(),
+        out.data_ptr(),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def expected_logits(keys: SlotKeys, means: Tensor, covariances: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `kernels.expected_logits`."""
+    (batch, kv_heads, slots, channels), group = keys.shape, means.shape[1] // keys.shape[1]
+    out = torch.empty(batch, kv_heads, group, slots)
+    keys, means, covariances, cos, sin = (each.contiguous() for each in (keys, means, covariances, cos, sin))
+    _native.expected(
+        (batch, kv_heads, group, slots, channels, cos.shape[1]),
+        keys.data_ptr(),
+        means.data_ptr(),
+        covariances.data_ptr(),
+        (cos.data_ptr(), sin.data_ptr()),
+        out.data_ptr(),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def redundancy(keys: PackedStates, positions: SlotPositions, order: SlotIndex, threshold: float) -> PerSlot:
+    """See `kernels.redundancy`."""
+    batch, kv_heads, slots = keys.data.shape[:3]
+    out = torch.empty(batch, kv_heads, slots)
+    positions, order, means = positions.to(torch.int32).contiguous(), order.contiguous(), contiguous_means(keys)
+    _native.redundancy(
+        (batch, kv_heads, slots),
+        format_of(keys),
+        state_arguments(keys, means),
+        positions.data_ptr(),
+        order.data_ptr(),
+        threshold,
         out.data_ptr(),
         instruction_set(),
         torch.get_num_threads(),
