@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import windlass
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import events_of, options_of, request_of, rows_of, running, wait_for
+from windlass.cache.slot_table import SlotTable
 from windlass.engine.prefill import Reader
 from windlass.engine.prefix_cache import PrefixCache, Snapshots
 from windlass.engine.request import Finish, Piece, Ticket
@@ -40,6 +41,25 @@ def read(model: PreTrainedModel, prompt: list[int], snapshots: Snapshots, **give
     while not reader.is_done:
         reader.read()
     return reader
+
+
+def test_a_short_last_chunk_and_a_retry_move_no_slots(
+    attached_model: Models, text: Text, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room for a chunk stays from one turn to the next. Chunks have 23 tokens, and the last one has 6."""
+    moved, resize = list[tuple[int, int]](), SlotTable.resize
+
+    def noted(table: SlotTable, slots: int) -> None:
+        moved.append((table.slots, slots))
+        resize(table, slots)
+
+    monkeypatch.setattr(SlotTable, "resize", noted)
+    (ids,) = rows_of(text, 75)
+    options = options_of(policy="key_diff", budget=90, chunk=23)
+    with running(attached_model("llama"), tokenizer, kinds=[(1, options)], reuse_bytes=1 << 30) as engine:
+        for _ in range(3):
+            events_of(engine.submit(request_of(ids, options=options, max_tokens=2)))
+    assert moved == []
 
 
 @pytest.mark.parametrize("policy", STREAMING, ids=repr)

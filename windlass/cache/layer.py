@@ -39,7 +39,7 @@ from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable, TableView
 from windlass.core.errors import UsageError
 from windlass.core.inputs import EvictionInput
-from windlass.core.positions import EMPTY, rank_pinned
+from windlass.core.positions import rank_pinned
 from windlass.core.step import HEADROOM, AttentionCall, Limits, Step, StepRecord
 from windlass.core.types import Attended, NewKeys, NewValues, Queries, Scores, SlotIndex
 from windlass.policies.base import Policy, Slots
@@ -289,7 +289,9 @@ class SlotLayer(Layer):
         if before is not None:
             ring.tensors = before
         if self.is_lossless and not self.history.can_roll_back(counts):
-            self.edit(lambda positions: torch.where(positions >= here.next_positions[:, None, None], EMPTY, positions))
+            if not self.is_empty:
+                self.forget_steps(0)
+                self.table.cut(here.next_positions, counts)
             return
         self.history, kept = self.history.rolled_back(counts, here, self.table)  # kept: to be taken again
         ring.roll_back([sum(record.step.lengths[row] for record in kept) for row in range(len(counts))])

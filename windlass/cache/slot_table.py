@@ -237,6 +237,17 @@ class SlotTable:
             self.recall.edit(change, rows)
         self.count()
 
+    def cut(self, ends: Tensor, counts: Sequence[int]) -> None:
+        """Free the slots of the newest `counts` tokens of rows that held all of them: those at `ends` and beyond."""
+        if self.recall is not None:
+            self.edit(lambda positions: torch.where(positions >= ends[:, None, None], EMPTY, positions), slice(None))
+            return
+        self.positions.masked_fill_(self.positions >= ends[:, None, None], EMPTY)
+        if len(counts) == 1:
+            self.occupancy_bound -= counts[0]
+        else:
+            self.count()
+
     def keep_recalled(self) -> None:
         """Remove tokens without a position from the recall store of the only row."""
         assert self.recall is not None, "a table without recall"

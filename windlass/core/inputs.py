@@ -364,6 +364,11 @@ class Mass:
     rows: Tensor  # (batch, kv_heads, observed, slots)
     rest: PerSlot | None
 
+    def plus(self, other: "Mass") -> "Mass":
+        """The mass of both."""
+        rest = None if self.rest is None or other.rest is None else self.rest + other.rest
+        return Mass(self.rows + other.rows, rest)
+
 
 @dataclass(frozen=True)
 class EvictionInput:

@@ -11,9 +11,9 @@ without them where it is not, as `windlass.stream` does.
 
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, product
+from itertools import accumulate, groupby, product, takewhile
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
@@ -380,27 +380,59 @@ def renderer(
     return render
 
 
-def message_ends(
-    tokenizer: PreTrainedTokenizerBase, render: Render, messages: Sequence[AnyMessage], text: str
-) -> tuple[int, ...]:
-    """The number of tokens of `text`, the prompt of a conversation, before the end of each of its first messages.
+@dataclass(frozen=True, eq=False)
+class MarkedPrompt:
+    """The prompt of a conversation: its text, its tokens, and how many of them stand before each message's end.
 
     A message that ends within a token is left out, as is one whose end the template does not tell. A tokenizer without
-    offsets tells none.
+    offsets tells none. `places` are the ends in the text (None: not told). `options` are all that the template was
+    given beside the messages.
     """
-    if not tokenizer.is_fast:
-        return ()
-    offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
-    starts = [*accumulate((start for start, _ in offsets), max)]
-    found = list[int]()
-    for count in range(1, min(len(messages), MOST) + 1):
-        begins = _begins(render, messages[:count], text)
-        if begins is None:
-            continue
-        tokens = bisect_left(starts, begins)
-        if tokens > max(found, default=0) and max(end for _, end in offsets[:tokens]) <= begins:
-            found.append(tokens)
-    return tuple(found)
+
+    messages: Sequence[AnyMessage]
+    options: object
+    text: str
+    ids: tuple[int, ...]
+    places: tuple[int | None, ...]
+    ends: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        render: Render,
+        messages: Sequence[AnyMessage],
+        text: str,
+        options: object = None,
+        known: Iterable["MarkedPrompt"] = (),
+    ) -> "MarkedPrompt":
+        """The prompt of these messages. Messages that a `known` one begins with are not rendered again."""
+        if not tokenizer.is_fast:
+            return cls(messages, options, text, tuple(encode(tokenizer, text, is_start=True)), (), ())
+        alike = [each for each in known if each.options == options]
+        if (
+            same := next((each for each in alike if each.text == text and each.messages == messages), None)
+        ) is not None:
+            return same
+        first = max((each._places_in(messages, text) for each in alike), key=len, default=[])
+        places = [*first, *[None] * (min(len(messages), MOST) - len(first))]
+        for at, place in enumerate(places):
+            places[at] = _begins(render, messages[: at + 1], text) if place is None else place
+        encoded = tokenizer(text, return_offsets_mapping=True)
+        starts = [*accumulate((start for start, _ in encoded["offset_mapping"]), max)]
+        stops = [*accumulate((stop for _, stop in encoded["offset_mapping"]), max)]
+        ends = list[int]()
+        for place in places:
+            tokens = 0 if place is None else bisect_left(starts, place)
+            if place is not None and tokens > max(ends, default=0) and stops[tokens - 1] <= place:
+                ends.append(tokens)
+        return cls(messages, options, text, tuple(encoded["input_ids"]), tuple(places), tuple(ends))
+
+    def _places_in(self, messages: Sequence[AnyMessage], text: str) -> list[int | None]:
+        """The ends of the first messages, which both have, in another text (None: not known)."""
+        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(messages, self.messages, strict=False))
+        places = [place for place, _ in zip(self.places, pairs, strict=False)]
+        return [place if place is not None and text.startswith(self.text[:place]) else None for place in places]
 
 
 def head_tokens(

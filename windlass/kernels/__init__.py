@@ -63,11 +63,8 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     if call.sees_to is not None or call.picked is not None or call.seen_until is not None:
         return reference.attend(call)
     if _is_compiled(device) and cpu.can_read(call.queries, call.keys, call.values):
-        if call.queries.shape[2] <= cpu.MAX_TOKENS:
-            return cpu.attend(call)
-        if call.softcap is None:
-            return sdpa.attend(call)
-    elif _has_triton(device):
+        return cpu.attend(call) if call.softcap is not None or cpu.is_fastest(call) else sdpa.attend(call)
+    if _has_triton(device):
         from windlass.kernels import triton  # late: where there is no GPU, Triton itself is not imported
 
         if triton.can_read(call.queries, call.keys, call.values):

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -20,10 +21,11 @@ from windlass.core.errors import shown
 from windlass.engine.request import Event, Logprob, Piece, PromptLogprobs
 from windlass.engine.templates import (
     HEAD,
+    MarkedPrompt,
+    Render,
     TemplateLayout,
     has_template,
     head_tokens,
-    message_ends,
     rendered,
     renderer,
     tokens_until,
@@ -44,6 +46,7 @@ CHUNK: Final = "chunk"
 PIN: Final = "pin"  # key of messages that are never evicted
 SHORT_ID: Final = re.compile("[A-Za-z0-9]{9}")
 MOST_CHUNKS: Final = 256  # chunks of a conversation
+RECENT: Final = 8  # conversations whose messages are not rendered again
 
 Messages = Iterable[Mapping[str, Any]]
 
@@ -377,6 +380,7 @@ class PromptTokenizer:
         self.infill, self._marks_messages = Infill.of(tokenizer), marks_messages
         self._lock, self._told = Lock(), set[str]()
         self._special = special_tokens(tokenizer)
+        self._recent = deque[MarkedPrompt](maxlen=RECENT)  # whose conversations may go on
         # The first call may change settings of the tokenizer, which must happen before other threads decode with it.
         encode(tokenizer, "a", True)
 
@@ -422,7 +426,7 @@ class PromptTokenizer:
             begun_thought = reply.thoughts is not None and text.rstrip().endswith(reply.thoughts.opening)
             text = without_start(self.tokenizer, text)
             render = renderer(self.tokenizer, form, tools, variables)
-            ends = () if chunks or not self._marks_messages else message_ends(self.tokenizer, render, given, text)
+            marked = self._marked(render, given, text, (form, list(tools), dict(variables))) if not chunks else None
             head = head_tokens(self.tokenizer, render, given, text)
 
             def until(count: int) -> int:
@@ -433,7 +437,7 @@ class PromptTokenizer:
 
             head = max(head, until(pins) if pins else 0)
             pinned = tuple((until(at), until(at + 1)) for at in later)
-            texts = []
+            texts = list[str]()
             for number in range(len(chunks)):
                 before, *behind = text.split(f"<{mark}-{number}>")
                 if len(behind) != 1 or mark in before:
@@ -445,16 +449,29 @@ class PromptTokenizer:
                     )
                 texts.append(before)
                 text = behind[0]
-            prompt = Prompt.of(self._pieces([*texts, text]), [self._chunk(each) for each in chunks])
+            pieces = self._pieces([*texts, text]) if marked is None else [marked.ids]
+            prompt = Prompt.of(pieces, [self._chunk(each) for each in chunks])
             return replace(
                 prompt,
                 form=reply,
                 has_begun_thought=begun_thought,
-                ends=ends,
+                ends=() if marked is None else marked.ends,
                 head=head,
                 pins=pins + len(later),
                 pinned=pinned,
             )
+
+    def _marked(
+        self, render: Render, messages: Sequence[Mapping[str, Any]], text: str, options: object
+    ) -> MarkedPrompt | None:
+        """The prompt, with the ends of its messages. None: they are not wanted."""
+        if not self._marks_messages:
+            return None
+        found = MarkedPrompt.of(self.tokenizer, render, messages, text, options, self._recent)
+        if found in self._recent:
+            self._recent.remove(found)
+        self._recent.append(found)
+        return found
 
     def reads(self, name: str) -> bool:
         """Return True if the chat template reads a variable of this name."""

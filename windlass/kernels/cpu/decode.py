@@ -266,7 +266,9 @@ class FewTokens:
         self._kept = scales  # the compiled module reads their memory
         self.threads = defaultdict[int, ThreadChoice](ThreadChoice)  # by the number of rows
         self.head_dim = layer.head_dim
-        self.most_tokens = cpu.MANY_ROWS if all(each.is_coded for each in layer.linears) else cpu.MAX_ROWS
+        self.most_tokens = cpu.FLOAT_ROWS if dtype is torch.bfloat16 else cpu.MAX_ROWS
+        if all(each.is_coded for each in layer.linears):
+            self.most_tokens = cpu.MANY_ROWS
         self.heads = [each.out_features // layer.head_dim for each in (layer.query, layer.key, layer.value)]
         linears = zip(layer.linears, scales, strict=True)
         first, second, of_queries, of_keys = (_norm_arguments(each) for each in layer.norms)
