@@ -37,13 +37,18 @@ from windlass.hf.load import load
 BUDGET, RECALL, ANSWER, PER_BLOCK = 1024, 512, 40, 50
 NAME: Final = "endless"
 SYSTEM: Final = "You help to read books. You call tools, and remember every magic number that the user names."
-KEYS: Final = [f"{one}-{other}" for one in "amber brisk coral dusty eager faint green humid".split() for other in (
-    "anchor basket candle dragon engine feather garden hammer island jacket kettle ladder magnet needle orchard parrot "
-    "quarry ribbon saddle teapot umbrella violin walnut yogurt zipper bridge castle donkey falcon goblet helmet insect "
-    "jungle kitten lemon mirror napkin oyster pencil rabbit scarf tunnel urchin velvet wagon acorn bonnet cactus daisy "
-    "emerald fiddle gravel harbor ivory jewel kernel lantern marble nutmeg olive pepper quilt rocket"
-).split()]  # fmt: skip
-TEMPLATE_OPTIONS: Final = CacheOptions(budget=BUDGET, recall=RECALL, sinks="system", rollback=0)
+FIRST: Final = ("amber", "brisk", "coral", "dusty", "eager", "faint", "green", "humid", "ivory", "jolly")
+SECOND: Final = (
+    *("anchor", "basket", "candle", "dragon", "engine", "feather", "garden", "hammer", "island", "jacket", "kettle"),
+    *("ladder", "magnet", "needle", "orchard", "parrot", "quarry", "ribbon", "saddle", "teapot", "umbrella", "violin"),
+    *("walnut", "yogurt", "zipper", "bridge", "castle", "donkey", "falcon", "goblet", "helmet", "insect", "jungle"),
+    *("kitten", "lemon", "mirror", "napkin", "oyster", "pencil", "rabbit", "scarf", "tunnel", "urchin", "velvet"),
+    *("wagon", "acorn", "bonnet", "cactus", "daisy", "emerald", "fiddle", "gravel", "harbor", "jewel", "kernel"),
+    *("lantern", "marble", "nutmeg", "olive", "pepper", "quilt", "rocket", "sandal", "turnip", "valley", "whistle"),
+    *("anvil", "beetle", "carrot", "desert", "easel", "forest", "guitar", "hollow", "icicle", "jasmine", "kayak"),
+)
+KEYS: Final = [f"{one}-{other}" for one in FIRST for other in SECOND]
+OPTIONS: Final = CacheOptions(budget=BUDGET, recall=RECALL, sinks="system", rollback=0)
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def turn_of(number: int, words: Sequence[str], seed: int) -> Turn:
     key, value = fact(number, seed)
     told = f"One of the special magic numbers for {key} is: {value}. Read the next page to me."
     call = {"name": "read_page", "arguments": json.dumps({"page": number})}
-    at, size = draw.randrange(len(words) - 1000), draw.randrange(300, 560)
+    at, size = draw.randrange(len(words) - 1000), draw.randrange(250, 490)
     return Turn(
         [
             {"role": "user", "content": told},
@@ -231,7 +236,7 @@ def reading(model: str, words: Sequence[str], out: Path, seed: int) -> None:
     net, tokenizer = load(model, "auto")
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
-    cache = KVCache.from_options(net, TEMPLATE_OPTIONS)
+    cache = KVCache.from_options(net, OPTIONS)
     ends = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|im_end|>"])}
     done = 0
     target = out.with_suffix(".reading")

@@ -27,9 +27,9 @@ from windlass.cache.options import CacheOptions
 from windlass.core.step import PROMPT
 from windlass.engine.prefill import Reader, feed
 from windlass.engine.prefix_cache import PrefixCache, Snapshots
-from windlass.engine.recompute import Alignment, EditPlan, Sinks, shared
+from windlass.engine.recompute import Alignment, EditPlan, Sinks
 from windlass.engine.request import PREFIX, Request, Reuse, ReuseMode
-from windlass.engine.text import Stops
+from windlass.engine.text import Stops, shared
 from windlass.hf.load import load
 
 HABITS: Final = ("thoughts", "reminder", "pruned", "early word", "hash", "branch", "retry", "plain")

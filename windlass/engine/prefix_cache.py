@@ -12,8 +12,9 @@ from windlass.cache.edits import holds_all, remap, takes_edits
 from windlass.core.parse import DEFAULT_SINKS, SYSTEM
 from windlass.engine.disk import DiskTier
 from windlass.engine.prefix_entry import CacheEntry, CacheKey, EditedRow, EntryInfo, EntrySelector
-from windlass.engine.recompute import LEAST, Alignment, EditPlan, Sinks, shared
+from windlass.engine.recompute import LEAST, Alignment, EditPlan, Sinks
 from windlass.engine.request import Request
+from windlass.engine.text import shared
 from windlass.hf.kv_cache import KVCache
 
 SPARE: Final = 8  # a row is packed when it is kept, where only this part of its slots holds tokens

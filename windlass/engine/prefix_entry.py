@@ -11,8 +11,8 @@ from torch import Tensor
 
 from windlass.cache.options import CacheOptions
 from windlass.core.parse import SYSTEM
-from windlass.engine.recompute import shared
 from windlass.engine.request import Request, owner_of
+from windlass.engine.text import shared
 from windlass.hf.kv_cache import KVCache
 
 Kind = Literal["prefix", "part"]
