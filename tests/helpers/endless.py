@@ -237,7 +237,7 @@ def reading(model: str, words: Sequence[str], out: Path, seed: int) -> None:
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
     cache = KVCache.from_options(net, OPTIONS)
-    ends = {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(["<|im_end|>"])}
+    ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     done = 0
     target = out.with_suffix(".reading")
     target.unlink(missing_ok=True)

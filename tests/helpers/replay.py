@@ -183,13 +183,15 @@ def predictions(model: PreTrainedModel, reader: Reader, further: Ids) -> torch.T
     return torch.cat([reader.logits[None], logits]).float().log_softmax(-1)
 
 
-def distance(model: PreTrainedModel, ids: Tokenizer, files: Sequence[Path], texts: range) -> None:
+def distance(model: PreTrainedModel, ids: Tokenizer, files: Sequence[Path], texts: range, only: str) -> None:
     """A line for each text, edit and mode: KL of further tokens to a prompt read anew, and equal first choices."""
     for number in texts:
         held: dict[tuple[tuple[Ids, ...], str], Snapshots] = {}
         for edit, (rows, prompt, further, new) in edits(ids, files, number).items():
+            if only not in edit:
+                continue
             fresh = predictions(model, read(model, prompt, None, PREFIX), further)
-            readers = {"anew in other chunks": read(model, prompt, None, PREFIX, (301, 777))}
+            readers = {} if only else {"anew in other chunks": read(model, prompt, None, PREFIX, (301, 777))}
             for label in MODES:
                 mode, key = ReuseMode.of(label), (tuple(rows), label if len(rows) > 1 else "")
                 held[key] = held.get(key) or rows_of(model, rows, mode)
@@ -303,6 +305,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20, help="texts, or scripts of all habits together")
     parser.add_argument("--first", type=int, default=0, help="number of the first text of `distance`")
     parser.add_argument("--server", action="append", default=[], help="NAME=URL, several times")
+    parser.add_argument("--only", default="", help="edits of `distance`, by a part of their names")
     given = parser.parse_args()
     if given.what == "summary":
         summary(given.texts)
@@ -314,7 +317,13 @@ def main() -> None:
     elif given.what == "seconds":
         seconds(ids, given.texts, dict(each.split("=", 1) for each in given.server), given.count)
     else:
-        distance(load(given.model, "bfloat16")[0], ids, given.texts, range(given.first, given.first + given.count))
+        distance(
+            load(given.model, "bfloat16")[0],
+            ids,
+            given.texts,
+            range(given.first, given.first + given.count),
+            given.only,
+        )
 
 
 if __name__ == "__main__":

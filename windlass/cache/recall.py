@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import mmap
 import operator
+import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,11 +57,13 @@ class Segment(NamedTuple):
     """The tokens from `start` up to `stop` of each row, as parts (batch, kv_heads, stop - start, width).
 
     The first part, that of the keys which are scanned, is (batch, kv_heads, tiles, words, 16) instead, see `TiledKeys`.
+    `number` names its contents, once all of it is written.
     """
 
     start: int
     stop: int
     parts: Parts
+    number: str
 
 
 @final
@@ -80,7 +83,9 @@ class RecallMemory:
         """The device whose kernels read and write the memory. It is set before the first token."""
         self.segments: tuple[Segment, ...] = ()
         self.shared = 0
-        """Number of first segments that other memories have too."""
+        """Number of first segments that other memories have too, or a file."""
+        self.planned: list[tuple[int, str]] = []
+        """Ends and numbers of the next segments."""
         self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, its width and its dtype
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
@@ -89,7 +94,7 @@ class RecallMemory:
         twin.reader = self.reader
         twin._keys, twin._width, twin._dtype = self._keys, self._width, self._dtype
         twin.shared, shared = self.shared, self.segments[: self.shared]
-        own = (each._replace(parts=self._copies(each.parts)) for each in self.segments[self.shared :])
+        own = (each._replace(parts=self._copies(each.parts), number=_new()) for each in self.segments[self.shared :])
         twin.segments = (*shared, *own)
         return twin
 
@@ -101,7 +106,8 @@ class RecallMemory:
         """Copy the shared segments that have room behind the first `tokens`, where a row is to be written."""
         first = sum(each.stop <= tokens for each in self.segments[: self.shared])
         if first < self.shared:
-            copied = (each._replace(parts=self._copies(each.parts)) for each in self.segments[first : self.shared])
+            taken = self.segments[first : self.shared]
+            copied = (each._replace(parts=self._copies(each.parts), number=_new()) for each in taken)
             self.segments = (*self.segments[:first], *copied, *self.segments[self.shared :])
             self.shared = first
 
@@ -137,15 +143,17 @@ class RecallMemory:
         """
         while (start := self.capacity) < capacity:
             size = -(-max(capacity - start, start // 2) // self.piece) * self.piece
-            self._add(start, min(size, LARGEST * self.piece) if self.reader.type == "cpu" else size, sample)
+            size = min(size, LARGEST * self.piece) if self.reader.type == "cpu" else size
+            stop, number = self.planned.pop(0) if self.planned else (start + size, _new())
+            self._add(start, stop - start, number, sample)
 
-    def _add(self, start: int, size: int, sample: Parts) -> None:
+    def _add(self, start: int, size: int, number: str, sample: Parts) -> None:
         parts = {name: self._new(part, (*part.shape[:2], size, part.shape[3])) for name, part in sample.items()}
         keys, first = next(iter(sample.items()))
         words = words_of(first[:, :, :1])
         parts[keys] = self._new(words, (*first.shape[:2], size // TILE, words.shape[3], TILE))
         self._keys, self._width, self._dtype = keys, first.shape[3], first.dtype
-        self.segments = (*self.segments, Segment(start, start + size, parts))
+        self.segments = (*self.segments, Segment(start, start + size, parts, number))
 
     def put(self, index: Tensor, parts: Parts) -> None:
         """Write tokens at (batch, tokens) `index`, in all heads. Negative indices are skipped."""
@@ -162,19 +170,25 @@ class RecallMemory:
             found[name] = rows_of(rows, self._width, self._dtype) if is_tiled else rows
         return found
 
-    def filled(self, tokens: int) -> Parts:
-        """The parts of the first `tokens` of each row, in one piece."""
+    def filled(self, tokens: int, start: int = 0) -> Parts:
+        """The parts of the first `tokens` of each row, in one piece. `start`: without those before the end of a segment
+        or the text."""
         self._wait()
-        keys = [each.parts[self._keys].transpose(3, 4).flatten(2, 3) for each in self.segments]
-        pieces = {name: [each.parts[name] for each in self.segments] for name in self.segments[0].parts}
+        own = [each for each in self.segments if each.stop > start] or [*self.segments[-1:]]
+        keys = [each.parts[self._keys].transpose(3, 4).flatten(2, 3) for each in own]
+        pieces = {name: [each.parts[name] for each in own] for name in own[0].parts}
         pieces[self._keys] = [rows_of(each, self._width, self._dtype) for each in keys]
-        return {name: torch.cat(each, 2)[:, :, :tokens] for name, each in pieces.items()}
+        first = own[0].start
+        return {name: torch.cat(each, 2)[:, :, start - first : tokens - first] for name, each in pieces.items()}
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
         self.shared = 0
         self.segments = tuple(
-            each._replace(parts=self._copies({name: part[rows.to(part.device)] for name, part in each.parts.items()}))
+            each._replace(
+                parts=self._copies({name: part[rows.to(part.device)] for name, part in each.parts.items()}),
+                number=_new(),
+            )
             for each in self.segments
         )
 
@@ -213,6 +227,11 @@ class RecallMemory:
                 "folder of another disk, or recall_store='int4'"
             ) from error
         return torch.frombuffer(mapped, dtype=like.dtype, count=numbers).view(shape)
+
+
+def _new() -> str:
+    """The number of a new segment."""
+    return secrets.token_hex(8)
 
 
 NOWHERE: Final = -1  # the index of a column that is not written
@@ -535,14 +554,24 @@ class RecallStore:
             self.last_recalled[row] = EMPTY
             self.lengths = tuple(0 if index == row else length for index, length in enumerate(self.lengths))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors that a file has to hold, by name."""
+    def settled(self) -> tuple[tuple[int, str], ...]:
+        """Ends and numbers of the segments in which nothing is written any more."""
+        self.memory.share(min(self.lengths, default=0))
+        return tuple((each.stop, each.number) for each in self.memory.segments[: self.memory.shared])
+
+    def tensors(self, start: int = 0) -> dict[str, Tensor]:
+        """All tensors that a file has to hold, by name. `start`: without the parts of tokens before the end of a
+        segment."""
         if self.is_empty:
             return {}
         tokens = max(self.lengths)
         constants = {name: self.codec.tensors()[name] for name in self.codec.constant_names}
-        parts = self.memory.filled(tokens) | constants | {POSITIONS: self.positions[:, :tokens]}
+        parts = self.memory.filled(tokens, start) | constants | {POSITIONS: self.positions[:, :tokens]}
         return {RECALL + name: tensor for name, tensor in parts.items()}
+
+    def settled_tensors(self, start: int, stop: int) -> dict[str, Tensor]:
+        """The parts of the tokens of one segment, as `tensors` names them."""
+        return {RECALL + name: part for name, part in self.memory.filled(stop, start).items()}
 
     def load(self, tensors: Mapping[str, Tensor], lengths: Sequence[int]) -> None:
         """Load `tensors` of rows of these lengths into this empty store. Other names among them are ignored."""
