@@ -22,6 +22,7 @@ from windlass.engine.prefix_cache import key_of
 from windlass.engine.prefix_entry import CacheEntry, EntrySelector
 from windlass.engine.request import EXACT, Reuse
 from windlass.engine.scheduler import Scheduler
+from windlass.hf import prompt_cache
 
 
 @pytest.fixture(scope="module")
@@ -251,15 +252,15 @@ def test_a_row_that_is_being_written_is_copied_and_one_that_waits_is_not_written
     model, own = attached_model("llama"), options_of(budget=WIDE)
     turns = rows_of(text, 21, 5, 17, 3)
     disk, begun, goes_on = DiskTier(tmp_path, PLENTY, model), Event(), Event()
-    saved, real = list[int](), KVCache.save
+    saved, real = list[int](), prompt_cache.save
 
-    def slow(cache: KVCache, path: Path) -> None:
+    def slow(cache: KVCache, path: Path, *rest: Any) -> None:
         begun.set()
         assert goes_on.wait(30)
         saved.append(cache.tokens_seen[0])
-        real(cache, path)
+        real(cache, path, *rest)
 
-    monkeypatch.setattr(KVCache, "save", slow)
+    monkeypatch.setattr(prompt_cache, "save", slow)
     with running(model, tokenizer, kinds=[(1, own)], reuse_bytes=PLENTY, disk=disk) as engine:
         talk = Conversation(engine, own)
         answers = [talk.turn(turns[0])]

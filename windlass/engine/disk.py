@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError
 from windlass.core.files import check_folder, replacing
-from windlass.engine.prefix_entry import CacheEntry, CacheKey, EntryInfo, EntrySelector, PrefixText
+from windlass.engine.prefix_entry import CacheEntry, CacheKey, EntryInfo, EntrySelector, PrefixText, superfluous
 from windlass.engine.request import Request, owner_of
 from windlass.hf import prompt_cache
 from windlass.hf.kv_cache import KVCache
@@ -259,7 +259,8 @@ class DiskTier:
         path = self._folder / file.name
         with self._changed:
             self._wanted = frozenset(number for _, number in segments)
-            served = [each for each in self._files.values() if each.key == file.key and file.serves_all_of(each)]
+            own = [each for each in self._files.values() if each.key == file.key]
+            served = [*filter(file.serves_all_of, own), *superfluous(file, own)]
             held = sum(self._segments.get(number, 0) for number in self._wanted)
             self._make_room(max(file.bytes - held, 0), served)
         try:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from torch import Tensor
 
@@ -97,6 +98,31 @@ class PrefixText:
         is_alike = self.passes[: len(other.passes)] == other.passes and self.read_in_order >= other.read_in_order
         is_longer = self.holds_all and all(map(self.ends, (len(other.tokens), *(other.marks or ()))))
         return is_beginning and is_alike and is_longer and not other.has_logits
+
+
+MOST: Final = 8  # beginnings of one text, each in a row of its own
+Row = TypeVar("Row", bound=PrefixText)
+
+
+def superfluous(row: PrefixText, others: Iterable[Row]) -> list[Row]:
+    """Of the `others`, with the key of a row that has evicted, the beginnings of its text beyond `MOST`.
+
+    The first to go is the one without which the fewest tokens lie between two others.
+    """
+    if row.holds_all:
+        return []
+    sizes, found = len(row.tokens), list[Row]()
+    begins = [each for each in others if not each.holds_all and not each.has_logits and len(each.tokens) < sizes]
+    begins = sorted((each for each in begins if row.tokens[: len(each.tokens)] == each.tokens), key=_size)
+    while len(begins) > MOST:
+        ends = [0, *map(_size, begins), sizes]
+        at = min(range(len(begins)), key=lambda at: ends[at + 2] - ends[at])
+        found.append(begins.pop(at))
+    return found
+
+
+def _size(row: PrefixText) -> int:
+    return len(row.tokens)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
