@@ -100,14 +100,14 @@ class PrefixText:
         return is_beginning and is_alike and is_longer and not other.has_logits
 
 
-MOST: Final = 8  # beginnings of one text, each in a row of its own
+MOST, NEWEST = 8, 4  # beginnings of one text, each in a row of its own, and the longest of them
 Row = TypeVar("Row", bound=PrefixText)
 
 
 def superfluous(row: PrefixText, others: Iterable[Row]) -> list[Row]:
     """Of the `others`, with the key of a row that has evicted, the beginnings of its text beyond `MOST`.
 
-    The first to go is the one without which the fewest tokens lie between two others.
+    The first to go is the one without which the fewest tokens lie between two others, but for the newest ones.
     """
     if row.holds_all:
         return []
@@ -116,7 +116,7 @@ def superfluous(row: PrefixText, others: Iterable[Row]) -> list[Row]:
     begins = sorted((each for each in begins if row.tokens[: len(each.tokens)] == each.tokens), key=_size)
     while len(begins) > MOST:
         ends = [0, *map(_size, begins), sizes]
-        at = min(range(len(begins)), key=lambda at: ends[at + 2] - ends[at])
+        at = min(range(len(begins) - NEWEST), key=lambda at: ends[at + 2] - ends[at])
         found.append(begins.pop(at))
     return found
 
