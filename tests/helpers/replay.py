@@ -140,16 +140,18 @@ def prose(files: Sequence[Path], draw: random.Random) -> Words:
 
 def scripts(ids: Tokenizer, files: Sequence[Path], count: int) -> None:
     """Tokens of all prompts, those that no earlier text of the loop has, and those read with reuse of each mode."""
-    names = ("prompt", "new", "prefix", "edited")
+    names = ("prompt", "new", "prefix", *MODES)
     totals = {habit: dict.fromkeys(names, 0) for habit in HABITS}
     for number in range(count):
         draw, rows, habit = random.Random(number), list[Ids](), HABITS[number % len(HABITS)]
         for prompt, answer, new in Loop(habit, prose(files, draw), draw).turns(ids, draw.randrange(5, 41)):
             alignment, size = Alignment(prompt), len(prompt)
             prefix = max((min(shared(row, prompt), size - 1) for row in rows), default=0)
-            plans = [EditPlan.of(alignment.to(row), size, SINKS, 0) for row in rows]
-            edited = max([prefix, *(plan.cached for plan in plans)])
-            for name, tokens in zip(names, (size, new, size - prefix, size - edited), strict=True):
+            runs, found = [alignment.to(row) for row in rows], [size, new, size - prefix]
+            for mode in map(ReuseMode.of, MODES):
+                plans = (EditPlan.of(each, size, SINKS, mode.edit_window) for each in runs)
+                found.append(size - max([prefix, *(plan.cached for plan in plans)]))
+            for name, tokens in zip(names, found, strict=True):
                 totals[habit][name] += tokens
             rows.append(prompt + answer[:-1])
     for habit, total in totals.items():
