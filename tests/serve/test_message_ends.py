@@ -1,8 +1,8 @@
 """A conversation is read on from the end of the last message that an earlier prompt had."""
 
-from collections.abc import Callable, Mapping, Sequence
+import random
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from transformers import PreTrainedModel
@@ -15,8 +15,8 @@ from windlass.cache.options import CacheOptions
 from windlass.engine.request import Request, Ticket
 from windlass.engine.sampling import FinishReason
 from windlass.engine.sequence import ActiveRequest
-from windlass.engine.templates import MarkedPrompt, rendered, renderer, system_tokens
-from windlass.engine.text import encode
+from windlass.engine.templates import MessageEnds, message_ends, rendered, renderer, system_tokens
+from windlass.engine.text import PromptEncoder, encode
 from windlass.hf.load import load
 
 CHAT = "/v1/chat/completions"
@@ -45,38 +45,33 @@ def test_ends_are_those_of_the_text_before_them(template: str, ended: set[int]) 
     text, form = rendered(tokenizer, MESSAGES)
     render = renderer(tokenizer, form)
     text = text.removeprefix(str(tokenizer.bos_token))
-    ends = MarkedPrompt.of(tokenizer, render, MESSAGES, text).ends
+    tokens = PromptEncoder(tokenizer).tokenized(text)
+    ends = message_ends(tokenizer, tokens, MessageEnds().of(render, "", MESSAGES, text))
     ids = encode(tokenizer, text, is_start=True)
     known = [encode(tokenizer, render(MESSAGES[: at + 1]), is_start=True) for at in sorted(ended)]
     assert [ids[:end] for end in ends if end < len(ids)] == [each for each in known if each != ids]
 
 
-def test_messages_that_were_rendered_before_are_not_rendered_again() -> None:
-    """As the conversation goes on, branches and is changed, with prompts that are those of a first reading."""
-    tokenizer, rendered_counts = with_template(), list[int]()
-    branch = [*MESSAGES[:3], {"role": "user", "content": "And why?"}]
-    early = [{"role": "system", "content": "You answer in two words."}, *MESSAGES[1:]]
-    known = list[MarkedPrompt]()
-    expected = [(MESSAGES[:2], [1, 2]), (MESSAGES[:4], [3, 4]), (MESSAGES[:4], []), (branch, [4]), (early, range(1, 7))]
-    for messages, counts in [*expected, (MESSAGES, [5, 6])]:
-        text, form = rendered(tokenizer, messages)
-        own = renderer(tokenizer, form)
-
-        def render(given: Sequence[Mapping[str, Any]], own: Callable[..., str] = own) -> str:
-            rendered_counts.append(len(given))
-            return own(given)
-
-        text = text.removeprefix(str(tokenizer.bos_token))
-        found = MarkedPrompt.of(tokenizer, render, messages, text, "same", known)
-        assert rendered_counts == list(counts)
-        rendered_counts.clear()
-        anew = MarkedPrompt.of(tokenizer, own, messages, text, "same")
-        assert (found.ids, found.ends, found.places) == (anew.ids, anew.ends, anew.places)
-        assert list(found.ids) == encode(tokenizer, text, is_start=True)
-        known.append(found)
-    other = MarkedPrompt.of(tokenizer, render, MESSAGES, text, "other", known)
-    assert rendered_counts == [*range(1, 7)]
-    assert other.ids == known[-1].ids
+@pytest.mark.parametrize("start", [3, 240, 300])
+def test_ends_of_a_longer_prompt_are_those_of_one_that_nobody_knows(start: int) -> None:
+    """Behind 256 messages they follow from those near them, and are ends of the same text. Messages may change."""
+    tokenizer, draw, known = with_template(), random.Random(start), MessageEnds()
+    render, encoder = renderer(tokenizer, rendered(tokenizer, MESSAGES)[1]), PromptEncoder(tokenizer)
+    talk = [{"role": ("user", "assistant")[at % 2], "content": "sea " * draw.randrange(9)} for at in range(start)]
+    for turn in range(9):
+        more = [{"role": role, "content": f"{turn} é " * draw.randrange(1, 30)} for role in ("user", "assistant")]
+        talk = [*talk[: len(talk) - 2 * (turn == 5)], *more, {"role": "user", "content": "Why?"}]
+        text = render(talk)
+        found, fresh = known.of(render, "", talk, text), MessageEnds().of(render, "", talk, text)
+        assert found == fresh == tuple(len(render(talk[: at + 1])) for at in range(len(talk)))
+        tokens = encoder.tokenized(text)
+        assert tokens == PromptEncoder(tokenizer).tokenized(text)
+        assert [*tokens.ids] == encode(tokenizer, text, is_start=True)
+        ends = message_ends(tokenizer, tokens, found)
+        assert [tokens.ids[:end] for end in ends] == [
+            tuple(encode(tokenizer, text[:end], is_start=True)) for end in found if end
+        ]
+        talk.append({"role": "assistant", "content": f"{turn}"})
 
 
 @pytest.mark.parametrize("budget", [400, 40])  # the whole conversation, and less

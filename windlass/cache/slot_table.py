@@ -283,9 +283,9 @@ class SlotTable:
         statistics = {STATISTICS + name: tensor for name, tensor in self.statistics.items()}
         return {**self.store.tensors(), "positions": self.positions, **state, **statistics}
 
-    def recalled_tensors(self) -> dict[str, Tensor]:
-        """Tensors of the tokens that can be recalled, for a file, by name."""
-        return {} if self.recall is None else self.recall.tensors()
+    def recalled_tensors(self, start: int = 0) -> dict[str, Tensor]:
+        """Tensors of the tokens that can be recalled, from number `start` on, for a file, by name."""
+        return {} if self.recall is None else self.recall.tensors(start)
 
     def load(self, tensors: dict[str, Tensor], state: tuple[str, ...], tokens_seen: Sequence[int]) -> None:
         """Load the results of `tensors` and `recalled_tensors`, with state of these names, into this empty table."""

@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import signature
@@ -21,17 +20,18 @@ from windlass.core.errors import shown
 from windlass.engine.request import Event, Logprob, Piece, PromptLogprobs
 from windlass.engine.templates import (
     HEAD,
-    MarkedPrompt,
+    MessageEnds,
     Render,
     TemplateLayout,
     has_template,
     head_tokens,
+    message_ends,
     rendered,
     renderer,
     tokens_until,
     without_start,
 )
-from windlass.engine.text import Stops, encode, special_tokens, stops_of, token_bytes, token_text
+from windlass.engine.text import PromptEncoder, Stops, encode, special_tokens, stops_of, token_bytes, token_text
 from windlass.serve.errors import ApiError, BadField
 from windlass.serve.forms import HERMES, MISTRAL_LIST, PLAIN, ReplyForm
 from windlass.serve.schema import AnyMessage, AssistantMessage, Part, ToolMessage
@@ -46,7 +46,6 @@ CHUNK: Final = "chunk"
 PIN: Final = "pin"  # key of messages that are never evicted
 SHORT_ID: Final = re.compile("[A-Za-z0-9]{9}")
 MOST_CHUNKS: Final = 256  # chunks of a conversation
-RECENT: Final = 8  # conversations whose messages are not rendered again
 
 Messages = Iterable[Mapping[str, Any]]
 
@@ -379,8 +378,8 @@ class PromptTokenizer:
         self.ends = tuple(ends) or (() if own is None else (int(own),))
         self.infill, self._marks_messages = Infill.of(tokenizer), marks_messages
         self._lock, self._told = Lock(), set[str]()
+        self._encoder, self._ends = PromptEncoder(tokenizer), MessageEnds()
         self._special = special_tokens(tokenizer)
-        self._recent = deque[MarkedPrompt](maxlen=RECENT)  # whose conversations may go on
         # The first call may change settings of the tokenizer, which must happen before other threads decode with it.
         encode(tokenizer, "a", True)
 
@@ -426,7 +425,11 @@ class PromptTokenizer:
             begun_thought = reply.thoughts is not None and text.rstrip().endswith(reply.thoughts.opening)
             text = without_start(self.tokenizer, text)
             render = renderer(self.tokenizer, form, tools, variables)
-            marked = self._marked(render, given, text, (form, list(tools), dict(variables))) if not chunks else None
+            ends = (
+                ()
+                if chunks or not self._marks_messages
+                else self._message_ends(render, (form, tools, variables), given, text)
+            )
             head = head_tokens(self.tokenizer, render, given, text)
 
             def until(count: int) -> int:
@@ -437,7 +440,7 @@ class PromptTokenizer:
 
             head = max(head, until(pins) if pins else 0)
             pinned = tuple((until(at), until(at + 1)) for at in later)
-            texts = list[str]()
+            texts = []
             for number in range(len(chunks)):
                 before, *behind = text.split(f"<{mark}-{number}>")
                 if len(behind) != 1 or mark in before:
@@ -449,29 +452,16 @@ class PromptTokenizer:
                     )
                 texts.append(before)
                 text = behind[0]
-            pieces = self._pieces([*texts, text]) if marked is None else [marked.ids]
-            prompt = Prompt.of(pieces, [self._chunk(each) for each in chunks])
+            prompt = Prompt.of(self._pieces([*texts, text]), [self._chunk(each) for each in chunks])
             return replace(
                 prompt,
                 form=reply,
                 has_begun_thought=begun_thought,
-                ends=() if marked is None else marked.ends,
+                ends=ends,
                 head=head,
                 pins=pins + len(later),
                 pinned=pinned,
             )
-
-    def _marked(
-        self, render: Render, messages: Sequence[Mapping[str, Any]], text: str, options: object
-    ) -> MarkedPrompt | None:
-        """The prompt, with the ends of its messages. None: they are not wanted."""
-        if not self._marks_messages:
-            return None
-        found = MarkedPrompt.of(self.tokenizer, render, messages, text, options, self._recent)
-        if found in self._recent:
-            self._recent.remove(found)
-        self._recent.append(found)
-        return found
 
     def reads(self, name: str) -> bool:
         """Return True if the chat template reads a variable of this name."""
@@ -513,7 +503,14 @@ class PromptTokenizer:
         return tuple(start[: len(start) - len(bare)] if start[-len(bare) :] == bare else ())
 
     def _pieces(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        return [tuple(encode(self.tokenizer, text, is_start=not at)) for at, text in enumerate(texts)]
+        first, *rest = texts
+        return [self._encoder.tokenized(first).ids, *(tuple(encode(self.tokenizer, each, False)) for each in rest)]
+
+    def _message_ends(
+        self, render: Render, context: tuple[Any, ...], messages: Sequence[Mapping[str, Any]], text: str
+    ) -> tuple[int, ...]:
+        ends = self._ends.of(render, repr(context), messages, text)
+        return message_ends(self.tokenizer, self._encoder.tokenized(text), ends)
 
     def _chunk(self, chunk: Chunk) -> tuple[int, ...]:
         ids = tuple(encode(self.tokenizer, chunk.text, False))
