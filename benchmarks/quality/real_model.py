@@ -118,9 +118,7 @@ def cells(name: str = "smollm2") -> list[Cell]:
     ordered += beside("facts", 1000, 500, few) + beside("facts", 1000, 125, few) + rows_of("facts", 1000, 250, core)
     ordered += rows_of("facts", 1000, 250, {name: policies[name] for name in ("RKV", "ExpectedAttention", "H2O")})
     sure = {250: {"RKV": policies["RKV"]}, 500: {"SnapKV": policies["SnapKV"], "KeyDiff, window 250": {"window": 250}}}
-    ordered += [
-        c for part in parts for budget, rows in sure.items() for c in rows_of("facts", 1000, budget, rows, 64, part)
-    ]
+    ordered += [c for x in parts for budget, rows in sure.items() for c in rows_of("facts", 1000, budget, rows, part=x)]
     ordered += rows_of("stream", 1536, 256, limits) + rows_of("facts", 1000, 250, limits)
     ordered += beside("stream", 1536, 256, policies) + beside("stream", 1536, 256, core, 8)
     ordered += beside("chats", 0, 256, talks) + beside("facts", 4000, 1000, few)
