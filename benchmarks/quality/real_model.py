@@ -103,9 +103,8 @@ def cells(name: str = "smollm2") -> list[Cell]:
     policies, fitted = streaming_policies(), fitted_shares(name)
     few: Variants = {"KeyDiff": policies["KeyDiff"], RECALLED: {"half": True}} | fitted
     core = few | {name: policies[name] for name in ("LagKV", "SnapKV")}
-    changes: Variants = {f"KeyDiff, {x}": {"merge": x} for x in MERGES} | {
-        f"KeyDiff, {x}": {"store": x} for x in STORES
-    }
+    changes: Variants = {f"KeyDiff, {x}": {"merge": x} for x in MERGES}
+    changes |= {f"KeyDiff, {x}": {"store": x} for x in STORES}
     limits: Variants = {f"KeyDiff, window {size}": {"window": size} for size in (16, 125)}
     limits |= {f"KeyDiff, {size} sinks": {"sinks": size} for size in (0, 16)}
     modes: Variants = {f"KeyDiff, {mode}": {"positions": mode} for mode in MODES}
@@ -118,7 +117,8 @@ def cells(name: str = "smollm2") -> list[Cell]:
     ]
     ordered += beside("facts", 1000, 500, few) + beside("facts", 1000, 125, few) + rows_of("facts", 1000, 250, core)
     ordered += rows_of("facts", 1000, 250, {name: policies[name] for name in ("RKV", "ExpectedAttention", "H2O")})
-    ordered += [cell for part in parts for cell in rows_of("facts", 1000, 250, {"RKV": policies["RKV"]}, part=part)]
+    sure = {250: {"RKV": policies["RKV"]}, 500: {"SnapKV": policies["SnapKV"], "KeyDiff, window 250": {"window": 250}}}
+    ordered += [c for x in parts for budget, rows in sure.items() for c in rows_of("facts", 1000, budget, rows, part=x)]
     ordered += rows_of("stream", 1536, 256, limits) + rows_of("facts", 1000, 250, limits)
     ordered += beside("stream", 1536, 256, policies) + beside("stream", 1536, 256, core, 8)
     ordered += beside("chats", 0, 256, talks) + beside("facts", 4000, 1000, few)

@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import windlass
 from tests.helpers.models import Models, Text, read
 from tests.helpers.recalls import TOLERANCE, both, read_both, recalling
 from windlass import KVCache
 from windlass.cache import recall
+from windlass.cache.recall import RecallMemory, RecallStore
 from windlass.core.parse import PAGE
+from windlass.core.positions import EMPTY
+from windlass.stores.formats import Int8
 
 
 def test_splice(attached_model: Models, text: Text) -> None:
@@ -142,3 +146,75 @@ def test_a_text_that_was_taken_back_is_saved_and_loaded_again(attached_model: Mo
     twin = KVCache(model, 8, "recent", 1, 3, batch=2, recall=8, rollback=4)
     ids = [[9, 10, 11, 12] * 4, [13, 14, 15] * 5]
     assert torch.equal(windlass.prefill(model, cache, ids), windlass.prefill(model, twin, ids))
+
+
+SIZES = (300, 140, 9)  # tokens written to a store, tokens that stay after a cut, and new ones
+
+
+def filled_store(text: Tensor) -> RecallStore:
+    """A store of segments of 128 tokens, with the keys `text` (tokens, 8) of two heads."""
+    store = RecallStore(16, Int8().fresh(None), RecallMemory(None, piece=128))
+    return written(store, text)
+
+
+def written(store: RecallStore, text: Tensor) -> RecallStore:
+    """The store, after these keys and their doubles as values."""
+    keys = torch.stack([text, -text])[None]
+    start = store.lengths[0] if store.lengths else 0
+    store.append(keys, 2 * keys, torch.arange(start, start + len(text), dtype=torch.int32)[None], [len(text)])
+    return store
+
+
+def told(store: RecallStore) -> list[Tensor]:
+    """All numbers of a store."""
+    tokens = store.lengths[0]
+    digests = [each.filled(-(-tokens // PAGE)) for each in store.digests.both]
+    return [
+        store.positions[:, :tokens],
+        *(part for parts in (store.memory.filled(tokens), *digests) for part in parts.values()),
+    ]
+
+
+@pytest.mark.parametrize("change", ["write", "cut", "clear", "pack"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_copies_share_memory_until_one_of_them_writes_there(
+    monkeypatch: pytest.MonkeyPatch, change: str, is_first: bool
+) -> None:
+    monkeypatch.setattr(recall, "LARGEST", 1)
+    tokens, kept, new = SIZES
+    draw = torch.Generator().manual_seed(3)
+    text, more = torch.randn(tokens, 8, generator=draw), torch.randn(new, 8, generator=draw)
+    store, fresh = filled_store(text), filled_store(text)
+    twin = copy.deepcopy(store)
+    pairs = [*zip(store.memory.segments, twin.memory.segments, strict=True)]
+    assert [own.parts is its.parts for own, its in pairs] == [True, True, False]
+    one, other = (store, twin) if is_first else (twin, store)
+    for each in (one, fresh):
+        if change == "cut":
+            each.cut_to([kept])
+        elif change == "clear":
+            each.clear()
+        elif change == "pack":
+            each.edit(lambda positions: positions.where(positions % 3 > 0, EMPTY), slice(0, 1))
+            each.pack()
+        written(each, more)
+    assert all(map(torch.equal, told(one), told(fresh)))
+    assert all(map(torch.equal, told(other), told(filled_store(text))))
+    assert [each.number for each in one.memory.segments[:1]] == [each.number for each in other.memory.segments[:1]] or (
+        change in ("clear", "pack")
+    )
+
+
+def test_a_store_is_put_into_an_empty_one_without_a_copy(attached_model: Models, text: Text) -> None:
+    """A row that goes from cache to cache, as those of a server do."""
+    model, ids = attached_model("llama"), text(2100)
+    cache = recalling(model)
+    read(model, cache, ids[:, :2090], 500)
+    twin = cache.copy_of_row(0)
+    for own, its in zip(cache.layers, twin.layers, strict=True):
+        assert own.table.recall is not None
+        assert its.table.recall is not None
+        mine, theirs = (each.table.recall.memory.segments for each in (own, its))
+        assert mine[0].parts is theirs[0].parts
+        assert mine[-1].parts is not theirs[-1].parts
+    assert read(model, twin, ids[:, 2090:], 1).equal(read(model, cache.copy_of_row(0), ids[:, 2090:], 1))

@@ -11,13 +11,14 @@ from transformers import PreTrainedModel
 
 from tests.helpers.models import Models, Text
 from tests.helpers.schedulers import options_of, request_of, rows_of, wait_for
-from windlass import KVCache, UsageError
+from windlass import UsageError
 from windlass.core.errors import PromptCacheError
 from windlass.engine.disk import LOCK, NAME, SALT, DiskTier, salt_of
 from windlass.engine.prefill import Reader
 from windlass.engine.prefix_cache import PrefixCache, Snapshots
 from windlass.engine.prefix_entry import EntrySelector
 from windlass.engine.request import Reuse
+from windlass.hf import prompt_cache
 
 PLENTY = 1 << 30
 
@@ -260,7 +261,7 @@ def test_a_disk_that_fails_is_told_and_no_more(
     def full(*_: Any) -> None:
         raise PromptCacheError("no space left")
 
-    monkeypatch.setattr(KVCache, "save", full)
+    monkeypatch.setattr(prompt_cache, "save", full)
     with caplog.at_level(logging.WARNING), opened(tmp_path, model) as (snapshots, disk):
         read(model, ids, snapshots)
         assert read(model, ids, snapshots).cached == 52

@@ -1,6 +1,7 @@
 """Rows of texts that have ended, in files: the next server goes on from them as if it were the same."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -11,12 +12,17 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tests.helpers.conversations import LOOSE, PLENTY, WIDE, Conversation, chat
 from tests.helpers.hybrids import bound
 from tests.helpers.models import MODEL, Models, Text
-from tests.helpers.schedulers import options_of, request_of, rows_of, running, wait_for
+from tests.helpers.schedulers import options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass import KVCache
+from windlass.cache import cache as memory_of_cache
+from windlass.cache import recall as memory_of_recall
+from windlass.cache.recall import RecallMemory
 from windlass.engine.disk import NAME, DiskTier
 from windlass.engine.prefix_cache import key_of
 from windlass.engine.prefix_entry import CacheEntry, EntrySelector
 from windlass.engine.request import EXACT, Reuse
+from windlass.engine.scheduler import Scheduler
+from windlass.hf import prompt_cache
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +77,83 @@ def test_a_conversation_goes_on_in_the_next_server(
     assert read == [len(turns[0]), *(len(new) + 1 for new in turns[1:])]
     if options["budget"] == WIDE and "int4" not in str(options):
         assert tokens_in(tmp_path) == [len(ids) - 1]  # of which the shorter ones are beginnings
+
+
+@pytest.fixture
+def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of 128 tokens."""
+    monkeypatch.setattr(memory_of_cache, "RecallMemory", partial(RecallMemory, piece=128))
+    monkeypatch.setattr(memory_of_recall, "LARGEST", 1)
+
+
+def segments(folder: Path) -> dict[str, int]:
+    """The files of evicted tokens, and when they were written."""
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("*.segment")}
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("is_restarted", [True, False])
+def test_evicted_tokens_are_written_once(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, tmp_path: Path, is_restarted: bool
+) -> None:
+    """In segments, which the next server reads, and goes on to write. The text is that of one cache."""
+    model, own = attached_model("llama"), options_of(budget=40, recall=24)
+    turns, answers, known = rows_of(text, 150, 140, 9, 130, 260), list[list[int]](), dict[str, int]()
+    ids, ends = list[int](), list[int]()
+
+    def turn(new: list[int], engine: Scheduler, disk: DiskTier) -> None:
+        nonlocal ids, ends
+        talk = Conversation(engine, own)
+        talk.ids, talk.ends = ids, ends
+        answers.append(talk.turn(new))
+        ids, ends = talk.ids, talk.ends
+        assert talk.usages[0].prompt - talk.usages[0].cached <= len(new) + 1
+        wait_for(lambda: len(ids) - 1 in tokens_in(tmp_path))
+        found = segments(tmp_path)
+        assert known.items() <= found.items()
+        known.update(found)
+        sizes = sum(path.stat().st_size for path in tmp_path.iterdir() if path.suffix in (".safetensors", ".segment"))
+        assert disk.bytes == sizes + sum(path.stat().st_size for path in tmp_path.glob("*.json"))
+
+    if is_restarted:
+        for new in turns:
+            disk = DiskTier(tmp_path, PLENTY, model)
+            with running(model, tokenizer, kinds=[(1, own)], reuse_bytes=PLENTY, disk=disk) as engine:
+                turn(new, engine, disk)
+    else:
+        disk = DiskTier(tmp_path, PLENTY, model)
+        with running(model, tokenizer, kinds=[(1, own)], reuse_bytes=PLENTY, disk=disk) as engine:
+            for new in turns:
+                turn(new, engine, disk)
+    assert answers == chat(model, own, turns)
+    assert len(known) == (len(ids) - 1) // 128 == 5
+    disk = DiskTier(tmp_path, PLENTY, model)
+    disk.forget(EntrySelector(""))
+    assert not segments(tmp_path)
+    disk.close()
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("damage", ["lost", "cut", "changed"])
+def test_a_damaged_segment_is_told(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, tmp_path: Path, damage: str
+) -> None:
+    model, own = attached_model("llama"), options_of(budget=40, recall=24)
+    (ids,) = rows_of(text, 300)
+    answers = list[list[int]]()
+    for turn in range(2):
+        disk = DiskTier(tmp_path, PLENTY, model)
+        with running(model, tokenizer, kinds=[(1, own)], reuse_bytes=PLENTY, disk=disk) as engine:
+            answers.append(tokens_of(engine.submit(request_of(ids, options=own, reuse=LOOSE))))
+            wait_for(lambda: 305 in tokens_in(tmp_path))
+        first = min(tmp_path.glob("*.segment"), key=lambda path: path.stat().st_mtime_ns)
+        if turn == 0 and damage == "lost":
+            first.unlink()
+        elif turn == 0 and damage == "cut":
+            first.write_bytes(first.read_bytes()[:-9])
+        elif turn == 0:
+            first.write_bytes(first.read_bytes()[:-1] + b"x")
+    assert answers[0] == answers[1]
 
 
 def test_a_hybrid_goes_on_in_the_next_server(tokenizer: PreTrainedTokenizerBase, text: Text, tmp_path: Path) -> None:
@@ -169,15 +252,15 @@ def test_a_row_that_is_being_written_is_copied_and_one_that_waits_is_not_written
     model, own = attached_model("llama"), options_of(budget=WIDE)
     turns = rows_of(text, 21, 5, 17, 3)
     disk, begun, goes_on = DiskTier(tmp_path, PLENTY, model), Event(), Event()
-    saved, real = list[int](), KVCache.save
+    saved, real = list[int](), prompt_cache.save
 
-    def slow(cache: KVCache, path: Path) -> None:
+    def slow(cache: KVCache, path: Path, *rest: Any) -> None:
         begun.set()
         assert goes_on.wait(30)
         saved.append(cache.tokens_seen[0])
-        real(cache, path)
+        real(cache, path, *rest)
 
-    monkeypatch.setattr(KVCache, "save", slow)
+    monkeypatch.setattr(prompt_cache, "save", slow)
     with running(model, tokenizer, kinds=[(1, own)], reuse_bytes=PLENTY, disk=disk) as engine:
         talk = Conversation(engine, own)
         answers = [talk.turn(turns[0])]

@@ -13,8 +13,10 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import windlass
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import events_of, options_of, request_of, rows_of, running, wait_for
+from windlass.cache.slot_table import SlotTable
 from windlass.engine.prefill import Reader
 from windlass.engine.prefix_cache import PrefixCache, Snapshots
+from windlass.engine.prefix_entry import PrefixText, superfluous
 from windlass.engine.request import Finish, Piece, Ticket
 from windlass.engine.scheduler import Scheduler
 from windlass.policies import NAMES, Policy
@@ -40,6 +42,25 @@ def read(model: PreTrainedModel, prompt: list[int], snapshots: Snapshots, **give
     while not reader.is_done:
         reader.read()
     return reader
+
+
+def test_a_short_last_chunk_and_a_retry_move_no_slots(
+    attached_model: Models, text: Text, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The room for a chunk stays from one turn to the next. Chunks have 23 tokens, and the last one has 6."""
+    moved, resize = list[tuple[int, int]](), SlotTable.resize
+
+    def noted(table: SlotTable, slots: int) -> None:
+        moved.append((table.slots, slots))
+        resize(table, slots)
+
+    monkeypatch.setattr(SlotTable, "resize", noted)
+    (ids,) = rows_of(text, 75)
+    options = options_of(policy="key_diff", budget=90, chunk=23)
+    with running(attached_model("llama"), tokenizer, kinds=[(1, options)], reuse_bytes=1 << 30) as engine:
+        for _ in range(3):
+            events_of(engine.submit(request_of(ids, options=options, max_tokens=2)))
+    assert moved == []
 
 
 @pytest.mark.parametrize("policy", STREAMING, ids=repr)
@@ -170,3 +191,21 @@ def _taken(engine: Scheduler, ids: list[int]) -> tuple[list[int], Finish]:
     events = events_of(ticket)
     assert isinstance(events[-1], Finish)
     return [event.token for event in events if isinstance(event, Piece)], events[-1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "gone"),
+    [
+        ((10, 20, 30, 40, 50, 60, 70, 80), []),
+        ((10, 20, 30, 40, 50, 52, 60, 70, 80), [50]),
+        ((5, 20, 30, 40, 49, 60, 70, 88, 97), [40]),
+        ((2, 22, 30, 40, 52, 96, 97, 98, 99), [30]),
+        ((5, 9, 30, 40, 50, 60, 61, 62, 70, 88, 90), [61, 5, 60]),
+    ],
+)
+def test_of_many_beginnings_of_a_text_those_far_apart_stay(sizes: tuple[int, ...], gone: list[int]) -> None:
+    tokens = tuple(range(100))
+    rows = [PrefixText(tokens=tokens[:size]) for size in sizes]
+    others = [PrefixText(tokens=(7, *tokens[:9])), PrefixText(tokens=tokens[:11], holds_all=True)]
+    assert [len(each.tokens) for each in superfluous(PrefixText(tokens=tokens), [*others, *rows])] == gone
+    assert superfluous(PrefixText(tokens=tokens, holds_all=True), rows) == []

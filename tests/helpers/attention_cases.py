@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.inputs import AttentionInput, Format, Mass, PackedStates, Visibility
-from windlass.kernels import cpu, reference
+from windlass.kernels import reference
 from windlass.positions.modes import position_mode
 
 BATCH, OBSERVED = 4, 3
@@ -58,7 +58,7 @@ AXES: dict[str, list[Any]] = {
     "extras": [(), ("softcap",), ("sinks", "counts"), ("counts", "gain"), ("gain",)],
     "mass": [None, "rows", "rest"],
     "slots": [1, 63, 1000],
-    "tokens": [1, 5, 16, 17, 40],
+    "tokens": [1, 5, 16, 17, 33, 64, 65],
     "is_per_head": [True, False],
     "is_evicted": [True, False],
     "is_latent": [False, True],
@@ -148,7 +148,7 @@ def step(case: Case, seed: int = 0) -> AttentionInput:
         tables=tables,
         scale=head_dim**-0.5,
         visibility=case.visibility,
-        softcap=5.0 if "softcap" in case.extras and case.tokens <= cpu.MAX_TOKENS else None,
+        softcap=5.0 if "softcap" in case.extras else None,
         sink_logits=randn(kv_heads * group) if "sinks" in case.extras else None,
         log_counts=randn(*where.shape).abs() if "counts" in case.extras else None,
         observed=None if case.mass is None else columns,

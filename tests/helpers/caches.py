@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 from windlass import KVCache
+from windlass.cache.layer import SlotLayer
 from windlass.policies import NAMES
+from windlass.stores.full_precision import KEYS, VALUES, WRITTEN
+from windlass.stores.full_precision import NAMES as FULL_PRECISION
 
 MODES = ("original", "compact", "self_extend(3, 5)", "clamp(9)")
 POLICIES = [policy() for policy in NAMES.values()]
@@ -36,7 +39,11 @@ def assert_same(ours: KVCache, truth: KVCache) -> None:
             layer.positions.gather(-1, order).clamp(min=-1) for layer, order in zip((mine, theirs), orders, strict=True)
         ]
         assert places[0].equal(places[1])
+        if mine.store.full_precision.tensors:
+            assert_same_ring(mine, theirs, orders, places[0] >= 0)
         for name, tensor in mine.tensors().items():
+            if name in FULL_PRECISION:
+                continue
             if name.startswith("statistics.") or name in mine.store.constant_names:
                 torch.testing.assert_close(tensor, theirs.tensors()[name], atol=1e-5, rtol=1e-5, msg=name)
                 continue
@@ -51,6 +58,20 @@ def assert_same(ours: KVCache, truth: KVCache) -> None:
                     else source.gather(2, index).masked_fill(is_free, 0)
                 )
             torch.testing.assert_close(picked[0], picked[1], atol=1e-5, rtol=1e-5, msg=f"{name} of layer {mine.index}")
+
+
+def assert_same_ring(mine: SlotLayer, theirs: SlotLayer, orders: Sequence[Tensor], is_held: Tensor) -> None:
+    """Same tokens in full precision, of those at `orders` that are held, from the same entries."""
+    rings = [layer.store.full_precision for layer in (mine, theirs)]
+    found = []
+    for layer, ring, order in zip((mine, theirs), rings, orders, strict=True):
+        index = ring.ring_index(layer.table.slots)
+        assert index is not None
+        found.append(index.gather(2, order.expand(-1, index.shape[1], -1)).where(is_held, -1))
+    assert found[0].equal(found[1])
+    assert rings[0].tensors[WRITTEN].equal(rings[1].tensors[WRITTEN])
+    for name in (KEYS, VALUES):  # the last entry takes what nobody reads
+        assert rings[0].tensors[name][:, :, :-1].equal(rings[1].tensors[name][:, :, :-1])
 
 
 def contents(cache: KVCache, row: int = 0) -> list[Tensor]:

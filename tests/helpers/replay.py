@@ -1,7 +1,8 @@
 """Edited histories of agents and chats: tokens that are read again, and the distance to a prompt read anew.
 
     python -m tests.helpers.replay scripts MODEL TEXT... [--count 1000]    # generated tool loops, tokens alone
-    python -m tests.helpers.replay distance MODEL TEXT... [--count 20]     # with the model
+    python -m tests.helpers.replay distance MODEL TEXT... [--count 20] [--first 0]  # with the model
+    python -m tests.helpers.replay summary MODEL FILE...                   # of the lines of `distance`
     python -m tests.helpers.replay seconds MODEL TEXT... --server NAME=URL... [--count 8]  # of servers, in turn
 
 TEXT are files of prose. Each prints JSON lines.
@@ -26,13 +27,13 @@ from windlass.cache.options import CacheOptions
 from windlass.core.step import PROMPT
 from windlass.engine.prefill import Reader, feed
 from windlass.engine.prefix_cache import PrefixCache, Snapshots
-from windlass.engine.recompute import Alignment, EditPlan, Sinks, shared
+from windlass.engine.recompute import Alignment, EditPlan, Sinks
 from windlass.engine.request import PREFIX, Request, Reuse, ReuseMode
-from windlass.engine.text import Stops
+from windlass.engine.text import Stops, shared
 from windlass.hf.load import load
 
 HABITS: Final = ("thoughts", "reminder", "pruned", "early word", "hash", "branch", "retry", "plain")
-MODES: Final = ("edited", "edited(16)")
+MODES: Final = ("edited", "edited(16)", "edited(64)", "edited(256)")
 FURTHER: Final = 64  # tokens whose predictions are compared
 SINKS: Final = Sinks(4, 4)
 OPENING: Final = "<|im_start|>assistant\n"
@@ -139,16 +140,18 @@ def prose(files: Sequence[Path], draw: random.Random) -> Words:
 
 def scripts(ids: Tokenizer, files: Sequence[Path], count: int) -> None:
     """Tokens of all prompts, those that no earlier text of the loop has, and those read with reuse of each mode."""
-    names = ("prompt", "new", "prefix", "edited")
+    names = ("prompt", "new", "prefix", *MODES)
     totals = {habit: dict.fromkeys(names, 0) for habit in HABITS}
     for number in range(count):
         draw, rows, habit = random.Random(number), list[Ids](), HABITS[number % len(HABITS)]
         for prompt, answer, new in Loop(habit, prose(files, draw), draw).turns(ids, draw.randrange(5, 41)):
             alignment, size = Alignment(prompt), len(prompt)
             prefix = max((min(shared(row, prompt), size - 1) for row in rows), default=0)
-            plans = [EditPlan.of(alignment.to(row), size, SINKS, 0) for row in rows]
-            edited = max([prefix, *(plan.cached for plan in plans)])
-            for name, tokens in zip(names, (size, new, size - prefix, size - edited), strict=True):
+            runs, found = [alignment.to(row) for row in rows], [size, new, size - prefix]
+            for mode in map(ReuseMode.of, MODES):
+                plans = (EditPlan.of(each, size, SINKS, mode.edit_window) for each in runs)
+                found.append(size - max([prefix, *(plan.cached for plan in plans)]))
+            for name, tokens in zip(names, found, strict=True):
                 totals[habit][name] += tokens
             rows.append(prompt + answer[:-1])
     for habit, total in totals.items():
@@ -182,54 +185,75 @@ def predictions(model: PreTrainedModel, reader: Reader, further: Ids) -> torch.T
     return torch.cat([reader.logits[None], logits]).float().log_softmax(-1)
 
 
-def distance(model: PreTrainedModel, ids: Tokenizer, files: Sequence[Path], count: int) -> None:
-    """KL to a prompt read anew and equal first choices, of single edits, and for one text in four of loops."""
-    found = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
-    for number in range(count):
-        for edit, (texts, prompt, further) in edits(ids, files, number).items():
+def distance(model: PreTrainedModel, ids: Tokenizer, files: Sequence[Path], texts: range, only: str) -> None:
+    """A line for each text, edit and mode: KL of further tokens to a prompt read anew, and equal first choices."""
+    for number in texts:
+        held: dict[tuple[tuple[Ids, ...], str], Snapshots] = {}
+        for edit, (rows, prompt, further, new) in edits(ids, files, number).items():
+            if only not in edit:
+                continue
             fresh = predictions(model, read(model, prompt, None, PREFIX), further)
-            readers = {"anew in other chunks": read(model, prompt, None, PREFIX, (301, 777))}
+            readers = {} if only else {"anew in other chunks": read(model, prompt, None, PREFIX, (301, 777))}
             for label in MODES:
-                mode = ReuseMode.of(label)
-                readers[label] = read(model, prompt, rows_of(model, texts, mode), mode)
+                mode, key = ReuseMode.of(label), (tuple(rows), label if len(rows) > 1 else "")
+                held[key] = held.get(key) or rows_of(model, rows, mode)
+                readers[label] = read(model, prompt, held[key], mode)
             for label, reader in readers.items():
-                read_again, own = len(prompt) - reader.cached, predictions(model, reader, further)
+                read_again, own = len(prompt) - reader.cached - new, predictions(model, reader, further)
                 kl, is_equal = (fresh.exp() * (fresh - own)).sum(-1), fresh.argmax(-1) == own.argmax(-1)
-                told = {"equal": float(is_equal.float().mean()), "read": read_again, "prompt": len(prompt)}
-                found[edit, label].append({"kl": kl.tolist(), **told})
-    for (edit, label), rows in found.items():
+                told = {"text": number, "edit": edit, "reuse": label, "prompt": len(prompt), "again": read_again}
+                told |= {"equal": float(is_equal.float().mean()), "kl": [round(each, 6) for each in kl.tolist()]}
+                print(json.dumps(told), flush=True)
+
+
+def summary(files: Sequence[Path]) -> None:
+    """Means over the texts of each edit and mode, and intervals of 95 % by drawing texts again."""
+    found = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
+    for row in {line: json.loads(line) for file in files for line in file.read_text().splitlines()}.values():
+        for edit in (row["edit"], *["all loops"] * row["edit"].startswith("loop")):
+            found[edit, row["reuse"]].append(row)
+    for (edit, label), rows in sorted(found.items()):
+        told: dict[str, Any] = {"edit": edit, "reuse": label, "texts": len(rows)}
         every = sorted(each for row in rows for each in row["kl"])
-        told = {"kl": statistics.mean(every), "kl_p99": every[int(0.99 * len(every))]}
-        told |= {name: statistics.mean(row[name] for row in rows) for name in ("equal", "read", "prompt")}
-        print(json.dumps({"edit": edit, "reuse": label, "texts": len(rows), **told}))
+        told |= {"kl": interval([statistics.mean(row["kl"]) for row in rows]), "kl_p99": every[int(0.99 * len(every))]}
+        told |= {"equal": interval([row["equal"] for row in rows])}
+        told |= {"again": sum(row["again"] for row in rows) / sum(row["prompt"] for row in rows)}
+        print(json.dumps(told))
 
 
-def edits(ids: Tokenizer, files: Sequence[Path], number: int) -> dict[str, tuple[list[Ids], Ids, Ids]]:
-    """Texts about a novel, one after the other, the prompt that they become, and its further text."""
+def interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """A mean, and its interval of 95 % by 2,000 bootstrap samples."""
+    draw = random.Random(0)
+    means = sorted(statistics.mean(draw.choices(values, k=len(values))) for _ in range(2000))
+    return statistics.mean(values), means[50], means[1949]
+
+
+def edits(ids: Tokenizer, files: Sequence[Path], number: int) -> dict[str, tuple[list[Ids], Ids, Ids, int]]:
+    """Texts, one after the other, the prompt that they become, its further text, and the number of its new tokens.
+
+    Three single edits of a text about a novel, and a loop of one habit.
+    """
     words = prose([files[number % len(files)]], random.Random(number))
     system, reminder = str(Message("system", SYSTEM)), str(Message("user", f"Remember: {words(40)}"))
     a, b, c, d = (str(Message(("assistant", "user")[at % 2], words(n))) for at, n in enumerate((260, 90, 280, 80), 1))
     e = str(Message("user", words(320))) + OPENING
     further, whole = ids(words(FURTHER))[:FURTHER], ids(system + a + b + c + d + e)
-    found = {
-        "a turn is dropped": ([whole], ids(system + a + d + e), further),
-        "an early word is changed": (
-            [whole],
-            ids(system.replace("tools", "functions", 1) + a + b + c + d + e),
-            further,
-        ),
+    other = system.replace("tools", "functions", 1)
+    moved = e.removesuffix(OPENING) + reminder + OPENING
+    draw, habit = random.Random(number), HABITS[number % len(HABITS)]
+    loop = Loop(habit, prose(files, draw), draw)
+    *before, (prompt, answer, new) = loop.turns(ids, draw.randrange(5, 11))
+    return {
+        "a turn is dropped": ([whole], ids(system + a + d + e), further, 0),
+        "an early word is changed": ([whole], ids(other + a + b + c + d + e), further, 0),
         "a reminder moves to the end": (
             [ids(system + a + b + reminder + c + d + e)],
-            ids(system + a + b + c + d + e.removesuffix(OPENING) + reminder + OPENING),
+            ids(system + a + b + c + d + moved),
             further,
+            0,
         ),
+        f"loop, {habit}": ([row + its[:-1] for row, its, _ in before], prompt, answer[:FURTHER], new),
     }
-    for habit in ("thoughts", "pruned") if number % 4 == 1 else ():
-        draw = random.Random(number)
-        *before, (prompt, answer, _) = Loop(habit, prose(files, draw), draw).turns(ids, 8)
-        texts = [row + its[:-1] for row, its, _ in before]
-        found[f"a loop of 8 turns, {habit}"] = texts, prompt, answer[:FURTHER]
-    return found
 
 
 def seconds(ids: Tokenizer, files: Sequence[Path], servers: dict[str, str], count: int) -> None:
@@ -277,12 +301,17 @@ def asked(url: str, model: str, messages: Sequence[dict[str, str]]) -> float:
 def main() -> None:
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("scripts", "distance", "seconds"))
+    parser.add_argument("what", choices=("scripts", "distance", "seconds", "summary"))
     parser.add_argument("model", help="folder of a chat model")
     parser.add_argument("texts", type=Path, nargs="+", help="files of prose")
     parser.add_argument("--count", type=int, default=20, help="texts, or scripts of all habits together")
+    parser.add_argument("--first", type=int, default=0, help="number of the first text of `distance`")
     parser.add_argument("--server", action="append", default=[], help="NAME=URL, several times")
+    parser.add_argument("--only", default="", help="edits of `distance`, by a part of their names")
     given = parser.parse_args()
+    if given.what == "summary":
+        summary(given.texts)
+        return
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(given.model)
     ids: Tokenizer = lambda text: tuple(tokenizer(text)["input_ids"])  # noqa: E731
     if given.what == "scripts":
@@ -290,7 +319,13 @@ def main() -> None:
     elif given.what == "seconds":
         seconds(ids, given.texts, dict(each.split("=", 1) for each in given.server), given.count)
     else:
-        distance(load(given.model, "bfloat16")[0], ids, given.texts, given.count)
+        distance(
+            load(given.model, "bfloat16")[0],
+            ids,
+            given.texts,
+            range(given.first, given.first + given.count),
+            given.only,
+        )
 
 
 if __name__ == "__main__":

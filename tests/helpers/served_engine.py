@@ -29,11 +29,12 @@ def engine_served(
     options: CacheOptions = OPTIONS,
     reuse_bytes: int = 0,
     folder: Path | None = None,
+    max_tokens: int = 4000,
     **settings: Any,
 ) -> Iterator[tuple[int, Scheduler]]:
     """Two rows with these options, and a folder for the prefix cache: a port and an engine."""
     jaxtyping.config.update("jaxtyping_disable", True)  # of the engine's thread, which reads one setting for all
-    limits, disk = EngineLimits(max_tokens=4000), None if folder is None else DiskTier(folder, 1 << 30, model)
+    limits, disk = EngineLimits(max_tokens=max_tokens), None if folder is None else DiskTier(folder, 1 << 30, model)
     settings |= {} if folder is None else {"salt": salt_of(folder)}
     engine = Scheduler(model, tokenizer, [(2, options)], limits, reuse_bytes, disk=disk)
     engine.start()

@@ -4,6 +4,7 @@ import copy
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from tests.helpers.shares import APART
 from windlass import KVCache, Shares, UsageError, kernels
 from windlass.cache.fused import FusedDecode
 from windlass.hf.cpu_decoder import WholeDecoder
+from windlass.policies import KeyNorm, Policy, Slots, Smoothed
+from windlass.policies.wrappers import ranks_layers_as_rows
 from windlass.testing import tiny_model
 
 if not kernels.has_linear("cpu"):
@@ -35,6 +38,19 @@ from windlass.kernels.cpu.decode import DecoderSteps
 TOLERANCE = 1e-5
 LAYERS_APART = [[1.5] * 3, [0.5] * 3]
 POLICIES = ["recent", "h2o", "tova", "snapkv", "key_diff"]
+# No kernel knows how they rank: they are asked, for all layers at once.
+ASKED = [
+    "key_norm",
+    "lag_kv(lag=3)",
+    "r_kv(observed_queries=3)",
+    "expected_attention(future=7)",
+    "random",
+    "leverage",
+    "tri_attention",
+    "compactor(observed_queries=4)",
+    "smoothed(h2o)",
+    "in_chunks(key_diff)",
+]
 
 
 @pytest.fixture
@@ -76,11 +92,20 @@ def test_it_equals_the_plain_model(family: str, batch: int, calls: list[int]) ->
     assert set(calls) == {plain.config.num_hidden_layers}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *ASKED])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     ("store", "shares"),
-    [("plain", None), ("plain", LAYERS_APART), ("plain", APART), ("int8", None), ("int4", None), ("int4", APART)],
+    [
+        ("plain", None),
+        ("plain", LAYERS_APART),
+        ("plain", APART),
+        ("int8", None),
+        ("int4", None),
+        ("int4", APART),
+        ("int4(sinks=3)", None),
+        ("int8(sinks=2)", APART),
+    ],
 )
 def test_it_leaves_what_layers_by_themselves_leave(
     policy: str,
@@ -94,6 +119,7 @@ def test_it_leaves_what_layers_by_themselves_leave(
     model, text = windlass.attach(tiny_model("qwen3")), tokens(47, batch)
     options: dict[str, Any] = {"policy": policy, "rollback": 3, "store": store}
     options["shares"] = None if shares is None else Shares(shares)
+    options["sinks"] = 1 if "sinks" in store else 4  # some of the tokens in full precision are evicted
     caches = [KVCache(model, batch=batch, budget=16, **options) for _ in range(2)]
     calls.clear()
     ours = fed(model, caches[0], text, 15)
@@ -108,11 +134,14 @@ def test_it_leaves_what_layers_by_themselves_leave(
     assert_same(*caches)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy", [*POLICIES, "lag_kv(lag=3)", "r_kv(observed_queries=3)", "expected_attention", "smoothed(h2o)"]
+)
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize(
     ("rollback", "budget", "store", "shares"),
     [
+        (3, 16, "int4(sinks=3)", None),
         (0, 16, "plain", None),
         (3, 16, "plain", APART),
         (3, 48, "plain", None),
@@ -132,8 +161,9 @@ def test_readers_and_forgotten_steps_leave_what_layers_by_themselves_leave(
 ) -> None:
     """Bytes are counted, steps forgotten, passes interrupted and taken back between two tokens, in any order."""
     model, text = windlass.attach(tiny_model("llama")), tokens(70, batch)
-    options: dict[str, Any] = {"policy": policy, "rollback": rollback, "budget": budget, "recall": 16, "store": store}
+    options: dict[str, Any] = {"policy": policy, "rollback": rollback, "budget": budget, "store": store}
     options["shares"] = None if shares is None else Shares(shares)
+    options |= {"sinks": 1} if "sinks" in store else {"recall": 16}
     caches = [KVCache(model, batch=batch, **options) for _ in range(2)]
     run, told = FusedDecode.run, list[list[Any]]()
 
@@ -171,6 +201,64 @@ def test_readers_and_forgotten_steps_leave_what_layers_by_themselves_leave(
     assert_same(*caches)
 
 
+@dataclass(frozen=True)
+class ByLayer(KeyNorm):
+    """Keeps the keys of the largest norm in every second layer."""
+
+    def score(self, slots: Slots) -> Tensor:
+        return super().score(slots) * (-1) ** slots.layer
+
+
+@pytest.mark.parametrize("policy", [ByLayer(), Smoothed(ByLayer())], ids=repr)
+def test_a_policy_that_reads_the_number_of_its_layer_is_shown_one_layer(
+    policy: Policy, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ranks_layers_as_rows(KeyNorm())
+    assert ranks_layers_as_rows(Smoothed(KeyNorm()))
+    assert not ranks_layers_as_rows(policy)
+    model, text = windlass.attach(tiny_model("llama")), tokens(47)
+    caches = [KVCache(model, budget=16, policy=policy) for _ in range(2)]
+    calls.clear()
+    ours = fed(model, caches[0], text, 15)
+    assert len(calls) >= 14
+    with monkeypatch.context() as patched:
+        patched.setattr(WholeDecoder, "output", lambda *_: None)
+        assert torch.equal(ours, fed(model, caches[1], text, 15))
+    assert_same(*caches)
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "r_kv(observed_queries=3)"])
+@pytest.mark.parametrize("store", ["plain", "int4", "int8(sinks=3)"])
+def test_rows_with_pins_leave_what_layers_by_themselves_leave(
+    policy: str, store: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row has none, one has some in the middle, and one has no room for others beside the window."""
+    model, text = windlass.attach(tiny_model("llama")), tokens(47, 3)
+    pins = [(), ((5, 7), (7, 10), (21, 22)), ((4, 16),)]
+    caches = [
+        KVCache(model, batch=3, budget=20, window=3, policy=policy, store=store, sinks="system") for _ in range(2)
+    ]
+    for cache in caches:
+        for row, its in enumerate(pins):
+            cache.set_sinks(4, row, its)
+    calls.clear()
+    ours = fed(model, caches[0], text, 19)
+    assert len(calls) >= 18
+    with monkeypatch.context() as patched:
+        patched.setattr(WholeDecoder, "output", lambda *_: None)
+        theirs = fed(model, caches[1], text, 19)
+    # With tokens in full precision, layers by themselves may attend in plain PyTorch.
+    tolerance = TOLERANCE if "sinks" in store else 0.0
+    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    assert_same(*caches)
+    for row, its in enumerate(pins):
+        pinned = {at for start, stop in its for at in range(start, stop)}
+        assert all(pinned <= set(head) for layer in caches[0].layers for head in layer.positions[row].tolist())
+    for cache in caches:
+        cache.rollback([2, 0, 1])
+    assert_same(*caches)
+
+
 def _rolled_back(cache: KVCache) -> bool:
     try:
         cache.rollback(1)
@@ -201,7 +289,10 @@ def test_padding_and_rows_of_several_lengths_are_the_same(store: str) -> None:
 
 @pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-@pytest.mark.parametrize(("policy", "store"), [("h2o", "plain"), ("snapkv", "int4"), ("key_diff", "plain")])
+@pytest.mark.parametrize(
+    ("policy", "store"),
+    [("h2o", "plain"), ("snapkv", "int4"), ("key_diff", "plain"), ("smoothed(h2o)", "plain"), ("r_kv", "int8")],
+)
 def test_an_interrupt_around_the_call_leaves_no_trace(
     is_taken: bool, error: type[BaseException], policy: str, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +318,26 @@ def test_an_interrupt_around_the_call_leaves_no_trace(
             after = [fed(model, each, text[:, start : start + 9], 8) for each in (cache, before)]
             assert torch.equal(*after)
             assert_same(cache, before)
+
+
+@pytest.mark.parametrize("store", ["plain", "int4(sinks=3)"])
+@pytest.mark.parametrize("policy", ["key_diff", "smoothed(h2o)", "expected_attention"])
+def test_a_token_that_the_layers_know_of_is_taken_back(policy: str, store: str, calls: list[int]) -> None:
+    """Its states, statistics and tokens in full precision as well."""
+    model, text = windlass.attach(tiny_model("llama")), tokens(48)
+    cache = KVCache(model, budget=12, policy=policy, rollback=3, sinks=1, store=store)
+    fed(model, cache, text[:, :25], 6)
+    before, twin = cache.text, copy.deepcopy(cache)
+    calls.clear()
+    model(text[:, 25:26], past_key_values=cache)
+    assert calls
+    assert len(cache.layers) == calls[0]  # they are brought up to date
+    cache.take_back(before)
+    assert_same(cache, twin)
+    # In other slots they are added up in another order.
+    after = [fed(model, each, text[:, 25:34], 8) for each in (cache, twin)]
+    torch.testing.assert_close(*after, rtol=TOLERANCE, atol=TOLERANCE)
+    assert_same(cache, twin)
 
 
 def test_python_calls_of_a_token_do_not_grow_with_the_layers() -> None:

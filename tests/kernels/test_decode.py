@@ -183,6 +183,61 @@ def test_rows_over_budget_evict_what_the_reference_evicts(
     assert evicted >= 4
 
 
+HEAD, MIDDLE, ADJACENT, NONE = (0, 4), (20, 31), (31, 33), (0, 0)
+
+
+@pytest.mark.parametrize("instruction_set", cpu.instruction_sets())
+@pytest.mark.parametrize("name", RANKINGS)
+@pytest.mark.parametrize(
+    ("pins", "visibility"),
+    [
+        ([[HEAD, NONE], [MIDDLE, ADJACENT]], Visibility()),
+        ([[MIDDLE], [NONE]], Visibility(sliding_window=45)),  # the window evicts pinned tokens, too
+        ([[(0, 55)], [(11, 65)]], Visibility()),  # all but the window and a few
+        ([[(0, 2**31)], [(0, 70)]], Visibility(attention_chunk=30)),  # of pinned tokens the oldest goes
+    ],
+)
+def test_pinned_tokens_are_evicted_last(
+    instruction_set: str,
+    name: str,
+    pins: list[list[tuple[int, int]]],
+    visibility: Visibility,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some scores are infinite or no number, and rank below those of pinned tokens, too."""
+    monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
+    score_heads, ranking = RANKINGS[name]
+    options: dict[str, Any] = {"visibility": visibility, "retention": Retention(ranking, 40, 1, 3)}
+    states = int(ranking.score in ("state", "pooled"))
+    slots = Slots(score_heads, torch.float32, states, **options)
+    for state in slots.state:
+        state[..., ::7], state[..., 3::11] = torch.inf, torch.nan if ranking.score == "state" else 0.0
+    ranges = torch.tensor(pins)
+    kernel, released = Decode(slots.fixed, slots.new_token(0, torch.float32, False).queries), list[Any]()
+    bounds = [[range(start, stop) for start, stop in row] for row in pins]
+    for step in range(8):
+        new = slots.new_token(step, torch.float32, False, is_evicting=True)
+        new = replace(new, released=released, pins=ranges)
+        done, wanted = kernel(new), reference.decode(slots.fixed, new)
+        assert done.evicted_positions is not None
+        assert wanted.evicted_positions is not None
+        assert done.evicted_positions.equal(wanted.evicted_positions)
+        assert done.slot_positions.equal(wanted.slot_positions)
+        before = wanted.slot_positions.scatter(-1, wanted.evicted, wanted.evicted_positions)  # type: ignore[arg-type]
+        for row, head in product(range(BATCH), range(score_heads)):
+            held, gone = before[row, head].tolist(), int(wanted.evicted_positions[row, head, 0])
+            end = int(new.next_positions[row])
+            free = [at for at in held if 1 <= at < end - 3 and not any(at in each for each in bounds[row])]
+            if free and visibility == Visibility():
+                assert gone in free
+            unseen = [at for at in held if 0 <= at <= end - (visibility.sliding_window or end + 1)]
+            unseen += [at for at in held if 0 <= at < end - end % (visibility.attention_chunk or end + 1)]
+            if unseen:
+                assert gone in unseen
+        released = [(wanted.evicted, wanted.evicted_positions)]
+        slots.take(wanted)
+
+
 @pytest.mark.parametrize("store", STORES)
 def test_a_step_touches_no_other_slot_and_nothing_of_before(store: str) -> None:
     retention = Retention(Ranking("sum", "state"), BUDGET, 1, 1)

@@ -164,6 +164,14 @@ def test_no_token_depends_on_the_others_or_on_the_number_of_threads(
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kind", "most"),
+    [(torch.float32, 0, 16), (torch.float16, 0, 16), (torch.bfloat16, 0, 32), (torch.float32, 2, 64)],
+)
+def test_most_tokens_of_a_layer(dtype: torch.dtype, kind: int, most: int) -> None:
+    assert FewTokens(layer_of(SIZES[1], dtype, SETTINGS[kind]), dtype).most_tokens == most
+
+
 def test_what_does_not_fit_together_is_not_served() -> None:
     layer = layer_of(SIZES[0], torch.float32, SETTINGS[0])
     assert can_serve(layer, torch.float32)

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.attention_cases import BATCH, TOLERANCE, Case, cast, compare, exactly, step, table
 from windlass import kernels
-from windlass.core.inputs import EvictionInput, PackedStates, Visibility
+from windlass.core.inputs import AttentionInput, EvictionInput, PackedStates, Visibility
 from windlass.core.positions import rotate
 from windlass.kernels import cpu, reference, sdpa
 from windlass.kernels.cpu import slots
@@ -38,20 +38,68 @@ def test_attend_equals_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sdpa, "MASK_BYTES", 2**16)  # so that a chunk takes several blocks
     monkeypatch.setattr(sdpa, "SCORE_BYTES", 2**18)
     call = step(case)
-    kernel = cpu.attend if case.tokens <= cpu.MAX_TOKENS else sdpa.attend
-    ours, mass = kernel(call)
     truth, expected = exactly(call)
-    assert ours.dtype == case.dtype
-    compare(ours, truth, TOLERANCE[case.dtype])
-    assert (mass is None) == (case.mass is None)
-    if mass is not None:
-        assert expected is not None
-        compare(mass.rows, expected.rows, TOLERANCE[case.dtype])
-        assert (mass.rest is None) == (case.mass == "rows")
-    if mass is not None and mass.rest is not None:
-        assert expected is not None
-        assert expected.rest is not None
-        compare(mass.rest, expected.rest, TOLERANCE[case.dtype])
+    for kernel in (cpu.attend, sdpa.attend) if takes_a_chunk(call) else (cpu.attend,):
+        ours, mass = kernel(call)
+        assert ours.dtype == case.dtype
+        compare(ours, truth, TOLERANCE[case.dtype])
+        assert (mass is None) == (case.mass is None)
+        if mass is not None:
+            assert expected is not None
+            compare(mass.rows, expected.rows, TOLERANCE[case.dtype])
+            assert (mass.rest is None) == (case.mass == "rows")
+        if mass is not None and mass.rest is not None:
+            assert expected is not None
+            assert expected.rest is not None
+            compare(mass.rest, expected.rest, TOLERANCE[case.dtype])
+
+
+def takes_a_chunk(call: AttentionInput) -> bool:
+    """Return True if PyTorch's attention may take the call in place of ours."""
+    return call.queries.shape[2] > cpu.FEW_TOKENS and call.softcap is None
+
+
+@pytest.mark.parametrize("tokens", [17, 23, 33, 64, 65, 150])
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("instruction_set")
+def test_short_passes(tokens: int, bits: int | None, dtype: torch.dtype) -> None:
+    """Three heads, whose slots end at different places, observed in each part of a pass."""
+    case = Case(
+        (3, 2, 64, 64, 32), dtype, bits, slots=301, tokens=tokens, mode="self_extend(4, 100)", extras=("softcap",)
+    )
+    call = step(case)
+    call = replace(call, observed=torch.tensor([0, 16, 63, 64, 17, 149]).expand(BATCH, -1) % tokens)
+    ours, mass = cpu.attend(call)
+    truth, expected = exactly(call)
+    assert mass is not None
+    assert expected is not None
+    for mine, true in ((ours, truth), (mass.rows, expected.rows), (mass.rest, expected.rest)):
+        assert mine is not None
+        assert true is not None
+        compare(mine, true, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("tokens", "group"), [(16, 130), (17, 130), (64, 16), (65, 16), (70, 9), (17, 40), (51, 20)])
+@pytest.mark.usefixtures("instruction_set")
+def test_many_heads_of_a_key_take_fewer_tokens_at_once(tokens: int, group: int) -> None:
+    call = step(Case((1, group, 32, 32, 16), torch.bfloat16, slots=140, tokens=tokens, mass="rows"))
+    compare(cpu.attend(call)[0], exactly(call)[0], TOLERANCE[torch.bfloat16])
+
+
+def test_which_passes_are_fastest_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, many = step(Case(tokens=16, mass=None)), step(Case(tokens=64, mass=None))
+    more, observed = (step(Case(dtype=torch.bfloat16, tokens=65, mass=mass)) for mass in (None, "rows"))
+    expected = {
+        "avx512_bf16": (True, True, False, True, False),
+        "avx512": (True, True, False, False, False),
+        "avx2": (True, True, False, False, False),
+        "plain": (True, False, False, False, False),
+    }
+    wide = replace(more, queries=more.queries.float())
+    for name, answers in expected.items():
+        monkeypatch.setattr(cpu, "instruction_set", lambda found=name: found)
+        assert tuple(map(cpu.is_fastest, (few, many, wide, more, observed))) == answers
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 96, 32, 16), (3, 1, 40, 48, 10), (1, 5, 8, 6, 3)])
@@ -73,6 +121,7 @@ STEADY = [
     Case(slots=1000, tokens=3, mode="clamp(30)"),
     Case((2, 7, 96, 32, 16), torch.bfloat16, slots=2300, tokens=5, visibility=Visibility(reach=900, sinks=9)),
     Case((1, 6, 40, 48, 10), torch.float16, 4, "self_extend(4, 22)", slots=700, tokens=16, extras=("sinks",)),
+    Case((2, 3, 64, 32, 32), torch.bfloat16, slots=1100, tokens=23, is_per_head=False),
 ]
 
 
@@ -122,16 +171,12 @@ def test_queries_may_have_any_strides() -> None:
         assert cpu.attend(replace(call, queries=same))[0].equal(truth)
 
 
-@pytest.mark.parametrize("case", [Case(), Case(tokens=40), Case(tokens=40, extras=("softcap",))], ids=str)
+@pytest.mark.parametrize("case", [Case(), Case(tokens=40)], ids=str)
 def test_float64_and_what_no_kernel_knows_goes_to_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     call = step(case)
-    if case.extras:
-        call = replace(call, softcap=5.0)
-    else:
-        assert call.tables is not None
-        call = replace(call, queries=call.queries.double(), tables=cast(call.tables, torch.float64))
-    if case.tokens <= cpu.MAX_TOKENS:
-        call = replace(call, keys=PackedStates(call.keys.data.double()), values=PackedStates(call.values.data.double()))
+    assert call.tables is not None
+    call = replace(call, queries=call.queries.double(), tables=cast(call.tables, torch.float64))
+    call = replace(call, keys=PackedStates(call.keys.data.double()), values=PackedStates(call.values.data.double()))
     for module in (cpu, sdpa):
         monkeypatch.setattr(module, "attend", lambda *_, **__: pytest.fail("not the reference"))
     assert kernels.attend(call)[0].equal(reference.attend(call)[0])

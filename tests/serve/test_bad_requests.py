@@ -167,7 +167,7 @@ CHAT_WRONG: list[tuple[str, Any]] = [
     ("tool_choice", "required"),
     ("tool_choice", "any"),
     ("tool_choice", {"type": "function", "function": {"name": "clock"}}),
-    ("reasoning_effort", "low"),
+    ("reasoning_effort", "most"),
     ("reasoning_effort", ""),
     ("functions", [{"name": "clock"}]),
     ("function_call", {"name": "clock"}),

@@ -111,6 +111,7 @@ def test_turns_of_an_agent(served: Served, call: str) -> None:
         assert {*usage["input_tokens_details"], *usage["output_tokens_details"]} == {
             "cached_tokens",
             "moved_tokens",
+            "cache_write_tokens",
             "reasoning_tokens",
         }
         assert usage["windlass"]["left_out"] == [

@@ -262,8 +262,8 @@ def test_errors_are_those_of_the_client(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="has the model finder-3m only"):
         client.chat.completions.create(model="gpt-9", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model=NAME, messages=MESSAGES, reasoning_effort="low")
-    assert (caught.value.param, caught.value.code) == ("reasoning_effort", "unsupported_parameter")
+        client.chat.completions.create(model=NAME, messages=MESSAGES, web_search_options={})
+    assert (caught.value.param, caught.value.code) == ("web_search_options", "unsupported_parameter")
 
 
 def test_log_probabilities_do_not_wait_for_a_text_of_others(served: Served, client: openai.OpenAI) -> None:

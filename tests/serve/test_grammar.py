@@ -100,6 +100,27 @@ def test_a_call_that_is_demanded_is_made(served: Served, choice: Any) -> None:
     assert names == ({"clock", "call"} if choice == "required" else {"call"})
 
 
+FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+def test_an_answer_of_a_schema_or_a_call(served: Served) -> None:
+    """Agents ask for both in each turn: calls first, and the answer of the schema at the end."""
+    asked = chat(tools=TOOLS, response_format=FORMAT, n=8)
+    found = [ask(served.port, "/v1/chat/completions", asked | {"seed": seed}).document for seed in (1, 21)]
+    choices = [each for document in found for each in document["choices"]]
+    called = [each for each in choices if each["finish_reason"] == "tool_calls"]
+    answered = [each for each in choices if each["finish_reason"] == "stop"]
+    assert (len(called) + len(answered), bool(called), bool(answered)) == (16, True, True)
+    assert all(is_person(json.loads(each["message"]["content"])) for each in answered)
+    assert {each["message"]["tool_calls"][0]["function"]["name"] for each in called} == {"clock", "call"}
+
+
+def test_a_call_that_is_demanded_needs_no_schema_of_an_answer(served: Served) -> None:
+    asked = chat(tools=TOOLS, tool_choice="required", response_format=FORMAT, seed=3)
+    answer = ask(served.port, "/v1/chat/completions", asked).document
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
 def test_a_call_that_is_cut_off_is_text(served: Served) -> None:
     answer = ask(served.port, "/v1/chat/completions", chat(tools=TOOLS, tool_choice="required", max_tokens=9)).document
     [choice] = answer["choices"]

@@ -1,5 +1,6 @@
 """A conversation is read on from the end of the last message that an earlier prompt had."""
 
+import random
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -14,8 +15,8 @@ from windlass.cache.options import CacheOptions
 from windlass.engine.request import Request, Ticket
 from windlass.engine.sampling import FinishReason
 from windlass.engine.sequence import ActiveRequest
-from windlass.engine.templates import message_ends, rendered, renderer, system_tokens
-from windlass.engine.text import encode
+from windlass.engine.templates import MessageEnds, message_ends, rendered, renderer, system_tokens
+from windlass.engine.text import PromptEncoder, encode
 from windlass.hf.load import load
 
 CHAT = "/v1/chat/completions"
@@ -44,10 +45,33 @@ def test_ends_are_those_of_the_text_before_them(template: str, ended: set[int]) 
     text, form = rendered(tokenizer, MESSAGES)
     render = renderer(tokenizer, form)
     text = text.removeprefix(str(tokenizer.bos_token))
-    ends = message_ends(tokenizer, render, MESSAGES, text)
+    tokens = PromptEncoder(tokenizer).tokenized(text)
+    ends = message_ends(tokenizer, tokens, MessageEnds().of(render, "", MESSAGES, text))
     ids = encode(tokenizer, text, is_start=True)
     known = [encode(tokenizer, render(MESSAGES[: at + 1]), is_start=True) for at in sorted(ended)]
     assert [ids[:end] for end in ends if end < len(ids)] == [each for each in known if each != ids]
+
+
+@pytest.mark.parametrize("start", [3, 240, 300])
+def test_ends_of_a_longer_prompt_are_those_of_one_that_nobody_knows(start: int) -> None:
+    """Behind 256 messages they follow from those near them, and are ends of the same text. Messages may change."""
+    tokenizer, draw, known = with_template(), random.Random(start), MessageEnds()
+    render, encoder = renderer(tokenizer, rendered(tokenizer, MESSAGES)[1]), PromptEncoder(tokenizer)
+    talk = [{"role": ("user", "assistant")[at % 2], "content": "sea " * draw.randrange(9)} for at in range(start)]
+    for turn in range(9):
+        more = [{"role": role, "content": f"{turn} é " * draw.randrange(1, 30)} for role in ("user", "assistant")]
+        talk = [*talk[: len(talk) - 2 * (turn == 5)], *more, {"role": "user", "content": "Why?"}]
+        text = render(talk)
+        found, fresh = known.of(render, "", talk, text), MessageEnds().of(render, "", talk, text)
+        assert found == fresh == tuple(len(render(talk[: at + 1])) for at in range(len(talk)))
+        tokens = encoder.tokenized(text)
+        assert tokens == PromptEncoder(tokenizer).tokenized(text)
+        assert [*tokens.ids] == encode(tokenizer, text, is_start=True)
+        ends = message_ends(tokenizer, tokens, found)
+        assert [tokens.ids[:end] for end in ends] == [
+            tuple(encode(tokenizer, text[:end], is_start=True)) for end in found if end
+        ]
+        talk.append({"role": "assistant", "content": f"{turn}"})
 
 
 @pytest.mark.parametrize("budget", [400, 40])  # the whole conversation, and less

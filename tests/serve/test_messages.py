@@ -302,6 +302,23 @@ def test_errors_have_anthropics_form(served: Served, given: dict[str, Any], stat
     assert {*answer.document} == {"type", "error"}
 
 
+def test_a_thread_is_refused_so_that_anthropics_client_goes_on_without_one(served: Served) -> None:
+    """The tool runner of its library asks for a thread first."""
+    anthropic = pytest.importorskip("anthropic")
+    served.service.script = says("Late.")
+
+    def clock(zone: str) -> str:
+        """Tell the time."""
+        return zone
+
+    tool = anthropic.beta_tool(clock)
+    with anthropic.Anthropic(base_url=served.url, api_key="any", max_retries=0) as client:
+        runner = client.beta.messages.tool_runner(model=NAME, max_tokens=50, messages=[USER], tools=[tool])
+        assert [each.content[0].text for each in runner] == ["Late."]
+    error = ask(served.port, PATH, body(thread={"type": "create"})).document["error"]
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 def test_other_errors_have_anthropics_form_too(served: Served) -> None:
     for path in (PATH, COUNT):
         assert ask(served.port, path).document["error"]["type"] == "invalid_request_error"

@@ -48,7 +48,7 @@ OTHER: dict[str, list[Any]] = {
     "suffix": ["x"],
     "functions": [[{"name": "clock"}]],
     "modalities": [["audio"], []],
-    "reasoning_effort": ["low", "high"],
+    "reasoning_effort": ["", "most"],
     "include": [["message.output_text.logprobs"], "all"],
     "background": [True],
     "n": [0],
@@ -111,6 +111,15 @@ def test_no_effort_switches_a_thought_off(effort: dict[str, Any]) -> None:
             assert ask(server.port, route, {"model": NAME, **ROUTES[route], **given}).status == 200
             prompts.append(server.server.words.decoded(server.service.requests[-1].prompt))
     assert ["[quick]" in prompt for prompt in prompts] == [True, False, False]
+
+
+@pytest.mark.parametrize("effort", ["minimal", "low", "medium", "high", "xhigh"])
+def test_an_effort_is_noted(served: Served, effort: str) -> None:
+    asked = {"model": NAME, "reasoning_effort": effort}
+    answer = ask(served.port, "/v1/chat/completions", asked | ROUTES["/v1/chat/completions"])
+    assert answer.document["usage"]["windlass"]["left_out"] == [f"reasoning_effort: {effort}"]
+    answer = ask(served.port, "/v1/responses", asked | ROUTES["/v1/responses"])
+    assert answer.document["usage"]["windlass"]["left_out"] == [f"reasoning.effort: {effort}"]
 
 
 def test_obfuscation_of_a_stream(served: Served) -> None:

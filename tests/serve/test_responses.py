@@ -144,7 +144,7 @@ def test_own_fields_and_schemas(served: Served, client: openai.OpenAI) -> None:
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
         ({"text": {"verbosity": "none"}}, "text.verbosity"),
         ({"input": [{"type": "web_search_call"}]}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
+        ({"input": [{"type": "item_reference"}]}, "input.0.id"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": [5]}, "input.0"),

@@ -169,3 +169,27 @@ def test_the_conversation_used_least_recently_leaves(tmp_path: Path) -> None:
         assert answer.document["error"]["code"] == "store_limit"
         assert "or send store: false" in answer.document["error"]["message"]
         assert respond(server.port, previous_response_id=last, store=False)["store"] is False
+
+
+def test_an_item_may_stand_for_itself(served: Served, client: openai.OpenAI) -> None:
+    """The AI SDK sends back the ids of items, as OpenAI stores them, in place of thoughts, texts and calls."""
+    tool: Any = {"type": "function", "name": "clock", "parameters": {"type": "object"}, "strict": False}
+    served.service.script = says('I look.<tool_call>{"name": "clock", "arguments": {"zone": "CET"}}</tool_call>')
+    first = client.responses.create(model=NAME, input="Time?", tools=[tool])
+    text, call = first.output
+    assert call.type == "function_call"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "ten"}
+    reference: Any = [{"type": "item_reference", "id": text.id}, {"id": call.id}, result]
+    whole: Any = [text.model_dump(), call.model_dump(), result]
+    prompts = []
+    for items in (reference, whole):
+        client.responses.create(model=NAME, input=[{"role": "user", "content": "Time?"}, *items], tools=[tool])
+        prompts.append(read_by(served))
+    assert prompts[0] == prompts[1]
+    assert "I look." in prompts[0]
+    for wrong in ("msg_1", text.id.replace("msg", "rs"), "nonsense", "_"):
+        unknown: Any = [{"type": "item_reference", "id": wrong}]
+        with pytest.raises(openai.NotFoundError, match="Send the item itself"):
+            client.responses.create(model=NAME, input=unknown)
+    with pytest.raises(openai.NotFoundError, match="not found"):
+        client.responses.create(model=NAME, input=reference, user="bob")

@@ -22,6 +22,11 @@ CASES = {
     f"<tool_call>\n{CALL}\n</tool_call>": ("", [CLOCK]),
     f"Let me see.<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>": ("Let me see.", [CLOCK, CLOCK]),
     f"Let me see.<tool_call>{CALL}": ("Let me see.", [CLOCK]),
+    # Templates write the newline before a call again.
+    f"Let me see.\n<tool_call>{CALL}": ("Let me see.", [CLOCK]),
+    f"Let me see.\n\n<tool_call>{CALL}": ("Let me see.\n", [CLOCK]),
+    "a\n<tool_call>{cut": ("a\n<tool_call>{cut", []),
+    "a\n": ("a\n", []),
     "a <tool_call>{cut": ("a <tool_call>{cut", []),
     "a < b and <tool": ("a < b and <tool", []),
     '{"name": "unknown", "arguments": {}}': ('{"name": "unknown", "arguments": {}}', []),

@@ -83,6 +83,11 @@ class LayerStep(NamedTuple):
         # Joined tokens have left their slots as well. Other slots hold them until the budget evicts.
         return not self.rules.joins or max(recall.lengths, default=0) > (self.rules.budget or MAX_NUMBER)
 
+    @property
+    def evicts_one(self) -> bool:
+        """Return True if the step evicts one token of a row at most."""
+        return self.rules.budget is None or self.bound <= self.rules.budget + 1
+
     def split(self, parts: Sequence[Step]) -> list["LayerStep"]:
         """Split the step into consecutive parts."""
         if len(parts) == 1:
@@ -121,6 +126,7 @@ class LayerStep(NamedTuple):
             remembered=None if recall is None else torch.tensor(recall.lengths),
             is_recalling=self.is_recalling,
             row_sinks=None if sinks is None else sinks.tensor,
+            pins=None if sinks is None else sinks.pins,
         )
 
     def remembered(self) -> dict[str, Tensor]:
@@ -158,6 +164,10 @@ class KernelHandle(NamedTuple):
         over = 0 if budget is None else asked.bound - budget
         return over <= 1 if self.retention is not None else over <= 0 and policy.observed_queries == 0
 
+    def asks(self, rules: LayerConfig) -> bool:
+        """Return True if the policy itself has to observe or to evict."""
+        return self.retention is None and (rules.budget is not None or rules.policy.observed_queries != 0)
+
     def serves(self, asked: LayerStep) -> bool:
         """Return True if the kernel was prepared for a step like this one."""
         tensors = _tensors(asked.table, asked.rotary)
@@ -177,7 +187,7 @@ class KernelHandle(NamedTuple):
 class DecodeKernel:
     """The kernel for steps of one token per row of one layer, prepared when the first such step comes.
 
-    It serves keys and values that are stored as they are or in codes alone, and position modes with a rule. It does not
+    It serves keys and values that are stored as they are or in codes, and position modes with a rule. It does not
     serve merged tokens, pictures, an indexer, policies that change keys or ask for token ids, or norms after RoPE. It
     observes and evicts for policies whose ranking it knows. For others it writes and attends.
     """
@@ -190,8 +200,13 @@ class DecodeKernel:
         """Copy for a layer whose slots are elsewhere: nothing is prepared."""
         return DecodeKernel(copy.deepcopy(self._policy, memo))
 
-    def of(self, asked: LayerStep) -> KernelHandle | None:
-        """The kernel for this step. None: the kernel does not serve such a step."""
+    def of(self, asked: LayerStep, *, beside_sinks: bool = False) -> KernelHandle | None:
+        """The kernel for this step. None: the kernel does not serve such a step.
+
+        `beside_sinks`: also where a store holds first tokens in full precision. The caller then keeps its ring.
+        """
+        if not beside_sinks and asked.table.store.full_precision.tensors:
+            return None
         step, call, (queries, keys, values) = asked.step, asked.call, asked.states
         if not step.is_token or not kernels.has_decode(queries.device.type):
             return None
@@ -204,14 +219,15 @@ class DecodeKernel:
                 return None
             recall.make_room()
         prepared = self._prepared
-        if prepared is None or not prepared.serves(asked):
+        # An edit of a row changes in place which slots are held in full precision.
+        if prepared is None or asked.table.store.full_precision.tensors or not prepared.serves(asked):
             prepared = self._prepared = self._prepare(asked)
         return prepared
 
     def _prepare(self, asked: LayerStep) -> KernelHandle | None:
         """Prepare a kernel for steps like this one. None: it can't serve them."""
         table, rules, rotary, (queries, keys, values), step, mode, call, *_ = asked
-        held, end, tables, bound, rule = table.store.in_place(), MAX_NUMBER, None, step.end, ReadRule()
+        held, end, tables, bound, rule = _held(asked), MAX_NUMBER, None, step.end, ReadRule()
         if held is None or rules.merge is not None or TOKEN in table.state or changes_keys(self._policy):
             return None
         if not (_takes(held[0], keys, queries) and _takes(held[1], values, queries)):
@@ -230,8 +246,7 @@ class DecodeKernel:
         recall = None
         if table.recall is not None and (recall := _recall(table, rotary, keys, bound)) is None:
             return None
-        # A kernel that evicts knows no pins, so it leaves that to the policy.
-        retention, heads = None if step.has_pins else _retention(rules), table.score_heads
+        retention, heads = _retention(rules), table.score_heads
         visible = rules.visibility if step.sinks is None else replace(rules.visibility, reach=None, sinks=0)
         slots = DecodeSlots(*held, heads, tables, call.scale, visible, call.softcap, retention, recall, rule)
         if (kernel := kernels.decode_of(slots, queries)) is None:
@@ -361,6 +376,17 @@ def _recall(table: SlotTable, rotary: Rotary | None, keys: NewKeys, end: int) ->
     )
 
 
+def _held(asked: LayerStep) -> tuple[PackedStates, PackedStates] | None:
+    """Keys and values as a kernel writes and reads them in such a step. None: it can't."""
+    store = asked.table.store
+    ring = store.full_precision
+    if not ring.tensors:
+        return store.in_place()
+    pairs = zip(asked.step.lengths, ring.filled_rows, strict=True)
+    is_filled = all(is_filled or not tokens for tokens, is_filled in pairs)
+    return store.in_place_beside_sinks() if is_filled and asked.table.recall is None else None
+
+
 def _takes(held: PackedStates, new: Tensor, queries: Queries) -> bool:
     """Return True if a kernel can write new states: as they are, or as codes of numbers like those of the queries."""
     return new.dtype == (held.data.dtype if held.format is Format.FLOAT else queries.dtype)
@@ -378,4 +404,4 @@ def _numbers(asked: LayerStep) -> tuple[object, ...]:
     """Sizes and numbers that all steps of one kernel share."""
     (queries, keys, values), call = asked.states, asked.call
     sizes = queries.shape, keys.shape, values.shape, queries.dtype, keys.dtype, values.dtype
-    return *sizes, tuple(asked.table.state), call.scale, call.softcap, asked.step.sinks is None, asked.step.has_pins
+    return *sizes, tuple(asked.table.state), call.scale, call.softcap, asked.step.sinks is None

@@ -22,19 +22,120 @@ from windlass.core.step import AttentionCall, Step, StepRecord
 from windlass.core.types import Hidden
 from windlass.policies.base import Initializer
 from windlass.policies.calls import initial_state
-from windlass.policies.wrappers import find
+from windlass.policies.wrappers import find, ranks_layers_as_rows
 from windlass.positions.modes import PositionMode
+from windlass.stores.formats import Plain
+from windlass.stores.full_precision import with_tokens
 
 if TYPE_CHECKING:
-    from windlass.kernels.cpu.decode import FewTokens, StepMemory
+    from windlass.kernels.cpu.decode import DecoderSteps, FewTokens, StepMemory
+
+
+class PolicyState(NamedTuple):
+    """A policy's state and statistics in some layers, as rows of one batch."""
+
+    state: dict[str, Tensor]
+    statistics: dict[str, Tensor]
+
+    def part(self, number: int, of: int) -> PolicyState:
+        """State and statistics of one layer, `of` so many, as views."""
+        state, statistics = (
+            {name: tensor.chunk(of)[number] for name, tensor in each.items()} for each in (self.state, self.statistics)
+        )
+        return PolicyState(state, statistics)
+
+
+@final
+class AskedLayers:
+    """Layers in which the policy itself observes and evicts, because no kernel knows how it ranks.
+
+    It is asked once for all of them, as rows of one batch. A layer is alone where its policy has to know which layer it
+    is, where keys and values are codes, and where no other layer has as many slots and tokens.
+    """
+
+    def __init__(self, numbers: Sequence[int], layers: Sequence[SlotLayer]) -> None:
+        self.numbers, self.layers = tuple(numbers), tuple(layers)
+        self._joined = layers[0].as_rows(layers[1:])
+
+    @classmethod
+    def groups(cls, layers: Sequence[SlotLayer], is_asked: Sequence[bool]) -> list[AskedLayers]:
+        """The asked ones of all `layers`, those together that may be asked together."""
+        groups = list[tuple[tuple[object, ...], list[int]]]()
+        for number, layer in enumerate(layers):
+            if not is_asked[number]:
+                continue
+            as_rows = ranks_layers_as_rows(layer.policy) and layer.heads is None and type(layer.store) is Plain
+            rotary, table = layer.rotary, layer.table
+            kind = layer.rules, table.positions.shape, table.occupancy_bound, None if as_rows else number
+            found = [members for each, members in groups if each == kind and layers[members[0]].rotary is rotary]
+            if found:
+                found[0].append(number)
+            else:
+                groups.append((kind, [number]))
+        return [cls(members, [layers[each] for each in members]) for _, members in groups]
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """The present statistics."""
+        return self._joined.table.statistics
+
+    def observe_and_evict(self, log: StepLog, steps: DecoderSteps, bound: int) -> None:
+        """Take the second half of a step, in which rows have `bound` tokens at most. `log` notes how to undo it."""
+        joined, tables, step = self._joined, [each.table for each in self.layers], log.step.repeated(len(self.layers))
+        table, policy = joined.table, joined.policy
+        table.positions = _as_rows([each.positions for each in tables])
+        table.state = {name: _as_rows([each.state[name] for each in tables]) for name in tables[0].state}
+        table.occupancy_bound = bound
+        log.before.append(PolicyState(table.copied_state(), dict(table.statistics)))
+        is_observed = policy.observed_queries != 0
+        record = StepRecord(
+            step=step,
+            rolled_back=(0,) * len(step.lengths),
+            occupancy_bound=bound,
+            statistics=table.statistics,
+            written=_as_rows([steps.written(log.memory, each) for each in self.numbers]),
+            observed=step.first_columns if is_observed else None,
+            mass=steps.masses(log.memory, self.numbers) if is_observed and policy.needs.mass else None,
+            queries=steps.joined_queries(log.memory, self.numbers) if is_observed else None,
+        )
+        record = joined.observe_and_evict(record)
+        self._put_state(table.state)
+        if record.evicted is not None and record.evicted_positions is not None:
+            # Of the slots that were looked at one at most had a token.
+            newest = record.evicted_positions.argmax(-1, keepdim=True)
+            evicted, positions = record.evicted.gather(-1, newest), record.evicted_positions.gather(-1, newest)
+            steps.set_evicted(log.memory, self.numbers, evicted, positions)
+            for its, now in zip(tables, table.positions.chunk(len(tables)), strict=True):
+                its.positions.copy_(now)
+
+    def restore(self, before: PolicyState) -> None:
+        """Let state and statistics be as they were before a step."""
+        self._put_state(before.state)
+        self._joined.table.statistics = dict(before.statistics)
+
+    def settle(self) -> None:
+        """Give each layer its statistics."""
+        for number, layer in enumerate(self.layers):
+            its = PolicyState({}, self.statistics).part(number, len(self.layers)).statistics
+            layer.table.statistics = {name: tensor.clone() for name, tensor in its.items()}
+
+    def _put_state(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in state.items():
+            for layer, its in zip(self.layers, tensor.chunk(len(self.layers)), strict=True):
+                layer.table.state[name].copy_(its)
+
+
+def _as_rows(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors))
 
 
 @dataclass(frozen=True, eq=False)
 class StepLog:
     """One step: its inputs, and the memory that undoes it.
 
-    `taken` counts the tokens that earlier steps of this object wrote, in the longest row. `lengths` are the rows'
-    lengths in a recall store before the step. `initial` is, per layer, the state that the policy gave the new tokens.
+    `taken` counts the tokens that earlier steps of this object wrote, in the longest row, `tokens` in each.
+    `lengths` are the rows' lengths in a recall store before the step. `initial` is, per layer, the state that the
+    policy gave the new tokens. `before` is, per `AskedLayers`, the state before the policy observed and evicted.
     """
 
     step: Step
@@ -42,7 +143,9 @@ class StepLog:
     memory: StepMemory
     taken: int
     lengths: tuple[int, ...]
+    tokens: tuple[int, ...]
     initial: list[dict[str, Tensor]]
+    before: list[PolicyState]
 
     @property
     def size(self) -> int:
@@ -58,6 +161,7 @@ class StepLogs:
     starting: tuple[History, ...]
     taken: int
     lengths: tuple[int, ...]
+    tokens: tuple[int, ...]
     has_older: bool  # whether any of the histories has a step that can be undone
 
 
@@ -104,11 +208,17 @@ class FusedDecode:
         self._mode, self._shape, self._dtype = asked.mode, hidden.shape, hidden.dtype
         self._tensors = [tensor for handle in handles for weak in handle.tensors if (tensor := weak()) is not None]
         self._end = min(handle.end for handle in handles)
-        self._left = min(map(_steps_left, layers, handles))
+        self._left = min(map(_steps_left, layers))
         self._has_sinks = first.rules.row_sinks(asked.step) is not None
         self._limit = first.rules.limits.rollback
         self._initializes = find(first.policy, Initializer) is not None  # type: ignore[type-abstract]  # none is made
-        self._is_kept = any(handle.keeps_observed(hidden.shape[0]) for handle in handles)
+        is_asked = [handle.asks(layer.rules) for layer, handle in zip(layers, handles, strict=True)]
+        self._asked = AskedLayers.groups(layers, is_asked)
+        self._asked_as = {
+            number: (at, place) for at, group in enumerate(self._asked) for place, number in enumerate(group.numbers)
+        }
+        is_shown = [asks and layer.policy.observed_queries != 0 for asks, layer in zip(is_asked, layers, strict=True)]
+        self._is_kept = any(is_shown) or any(handle.keeps_observed(hidden.shape[0]) for handle in handles)
         self._steps = kernels.decoder_steps(
             [
                 LayerSlots(
@@ -120,22 +230,31 @@ class FusedDecode:
                     budget=layer.budget,
                     held=layer.table.occupancy_bound,
                     has_evicted=layer.history.has_evicted,
-                    is_observed=handle.observes,
+                    is_observed=handle.observes or (is_shown[number] and layer.policy.needs.mass),
                     recall_positions=None if layer.table.recall is None else layer.table.recall.positions,
                 )
-                for layer, kernel, _, handle in parts
+                for number, (layer, kernel, _, handle) in enumerate(parts)
             ],
             hidden,
             self._is_kept,
             self._initializes,
         )
         recall = first.table.recall
+        rings = [layer.store.full_precision for layer in layers]
+        self._rings = tuple(
+            _Ring.of(layer) if ring.tensors else None for layer, ring in zip(layers, rings, strict=True)
+        )
+        filled = [ring.filled_rows for ring in rings if ring.tensors]
+        self._takes = (
+            tuple(map(all, zip(*filled, strict=True))) or (True,) * hidden.shape[0]
+        )  # per row, whether a token
         self._held = [layer.table.occupancy_bound for layer in layers]
         self._first = StepLogs(
             logs=(),
             starting=tuple(layer.history for layer in layers),
             taken=0,
             lengths=() if recall is None else recall.lengths,
+            tokens=(0,) * hidden.shape[0],
             has_older=any(layer.history.records for layer in layers),
         )
         self._plan: DecodePlan | None = None  # the latest
@@ -160,7 +279,7 @@ class FusedDecode:
             call = LayerCall(queries, keys, values, step, mode, attention)
             for layer, own in zip(groups.layers, groups.calls(call), strict=True):
                 asked = layer.asked(own)
-                if layer.is_empty or (handle := layer.whole_step(asked)) is None:
+                if layer.is_empty or (handle := layer.token_step(asked)) is None or not asked.evicts_one:
                     return None
                 parts.append(FusedLayer(layer, kernel, asked, handle))
         return cls(parts, decoder, hidden) if _are_alike([each.layer for each in parts], step) else None
@@ -169,6 +288,7 @@ class FusedDecode:
         """Return True if a step is one of those that this was made for."""
         is_like = decoder is self.decoder and mode is self._mode and step.end <= self._end
         is_like = is_like and hidden.shape == self._shape and hidden.dtype is self._dtype
+        is_like = is_like and all(takes or not tokens for takes, tokens in zip(self._takes, step.lengths, strict=True))
         return is_like and self.has_room(1) and (step.sinks is not None) == self._has_sinks
 
     def has_room(self, tokens: int) -> bool:
@@ -207,14 +327,16 @@ class FusedDecode:
             next_positions=step.next_positions,
             starts=torch.tensor(lengths) if lengths else None,
             row_sinks=None if step.sinks is None or not self._has_sinks else step.sinks.tensor,
+            pins=None if step.sinks is None or not self._has_sinks else step.sinks.pins,
             longest=longest,
         )
-        log = StepLog(step, token, self._steps.memory(), before.taken, lengths, [])
+        log = StepLog(step, token, self._steps.memory(), before.taken, lengths, before.tokens, [], [])
         after = StepLogs(
             logs=(*kept, log),
             starting=tuple(history for history, _ in older) or before.starting,
             taken=before.taken + longest,
             lengths=tuple([length + n for length, n in zip(lengths, step.lengths, strict=False)]),
+            tokens=tuple([count + n for count, n in zip(before.tokens, step.lengths, strict=True)]),
             has_older=any(history.records for history, _ in older),
         )
         released = tuple(slots for _, slots in older)
@@ -229,6 +351,8 @@ class FusedDecode:
                 free_reserved(layer.table.positions, index, positions)
         if self._initializes:
             self._put_initial_state(log)
+        for group in self._asked:
+            group.observe_and_evict(log, self._steps, self._held_after(group.numbers[0], log.taken) + log.token.longest)
         return result
 
     def take_back(self) -> None:
@@ -242,6 +366,8 @@ class FusedDecode:
             if layer.table.recall is not None:
                 layer.table.recall.forget_recalled()
         self._steps.take_back(plan.log.token, plan.log.memory, [each.memory for each in plan.dropped])
+        for group, before in zip(self._asked, plan.log.before, strict=False):  # an interrupt may have come before
+            group.restore(before)
 
     def forget(self) -> None:
         """Make all steps so far permanent, and free the slots that they reserve."""
@@ -256,6 +382,8 @@ class FusedDecode:
     def settle(self) -> None:
         """Bring the layers up to date, with a record for each step that can be undone."""
         state = self._state
+        for group in self._asked:
+            group.settle()
         for number, layer in enumerate(self._layers):
             table, history = layer.table, state.starting[number]
             states = table.copied_state() if state.logs else {}
@@ -267,6 +395,8 @@ class FusedDecode:
             table.occupancy_bound = self._held_after(number, state.taken)
             if table.recall is not None:
                 table.recall.lengths = state.lengths
+            if (ring := self._rings[number]) is not None:
+                ring.settle(layer, state.tokens)
 
     def resume(self) -> None:
         """Go on from the histories of the layers, which know of all steps."""
@@ -274,7 +404,7 @@ class FusedDecode:
 
     def _go_on(self, histories: Sequence[History]) -> None:
         state, has_older = self._state, any(history.records for history in histories)
-        self._first = StepLogs((), tuple(histories), state.taken, state.lengths, has_older)
+        self._first = StepLogs((), tuple(histories), state.taken, state.lengths, state.tokens, has_older)
         self._plan = None
 
     def _is_over(self, number: int, log: StepLog) -> bool:
@@ -290,9 +420,15 @@ class FusedDecode:
         """The record of a step in a layer. `states` are the current ones, which differ in slots that were free."""
         memory, steps, is_over = log.memory, self._steps, self._is_over(number, log)
         evicted, positions = steps.evicted(memory, number) if is_over else (None, None)
-        observed, mass = steps.state(memory, number), steps.mass(memory, number)
-        if observed is not None:
+        asked, statistics, ring = self._asked_as.get(number), layer.table.statistics, self._rings[number]
+        if asked is not None:
+            group, place = asked
+            states, statistics = log.before[group].part(place, len(self._asked[group].numbers))
+        elif (observed := steps.state(memory, number)) is not None:
             states = states | {next(iter(states)): observed}
+        # One token of one row is rolled back without its observation.
+        is_shown = len(log.step.lengths) > 1 and layer.policy.observed_queries != 0
+        mass = steps.mass(memory, number) if is_shown else None
         initial = dict(log.initial[number]) if log.initial else {}
         if log.token.starts is not None:
             initial[TOKEN_INDEX] = log.token.starts[:, None, None].float()
@@ -300,13 +436,14 @@ class FusedDecode:
             step=log.step,
             rolled_back=(0,) * len(log.step.lengths),
             occupancy_bound=self._held_after(number, log.taken),
-            statistics=layer.table.statistics,
+            statistics=statistics,
             written=steps.written(memory, number),
             state=states,
+            ring={} if ring is None else ring.after(log.tokens),
             initial_state=initial,
-            observed=None if mass is None else log.step.first_columns,
+            observed=log.step.first_columns if is_shown else None,
             mass=mass,
-            queries=None if mass is None else steps.queries(memory, number),
+            queries=steps.queries(memory, number) if is_shown else None,
             evicted=evicted,
             evicted_positions=positions,
             evicted_count=int(is_over),
@@ -324,6 +461,31 @@ class FusedDecode:
             log.initial.append(initial)
 
 
+@dataclass(frozen=True, eq=False)
+class _Ring:
+    """A layer's tokens in full precision as steps found them. `index` is the one that the kernel reads."""
+
+    tensors: dict[str, Tensor]
+    index: Tensor
+
+    @classmethod
+    def of(cls, layer: SlotLayer) -> _Ring:
+        ring = layer.store.full_precision
+        index = ring.ring_index(layer.table.slots)
+        assert index is not None, "a store that holds nothing in full precision"
+        return cls(ring.tensors, index)
+
+    def after(self, tokens: Sequence[int]) -> dict[str, Tensor]:
+        """The tensors once each row has so many tokens more."""
+        return with_tokens(self.tensors, tokens)
+
+    def settle(self, layer: SlotLayer, tokens: Sequence[int]) -> None:
+        """Let the layer's store know of the tokens."""
+        ring = layer.store.full_precision
+        ring.tensors = self.after(tokens)
+        ring.keep(self.index)
+
+
 def _are_alike(layers: Sequence[SlotLayer], step: Step) -> bool:
     """Return True if all recall stores have the same lengths, and all or no layers have recall and sinks per row."""
     recalls = {layer.table.recall.lengths for layer in layers if layer.table.recall is not None}
@@ -332,16 +494,14 @@ def _are_alike(layers: Sequence[SlotLayer], step: Step) -> bool:
     return len(recalls) <= 1 and len(have_recall) == 1 and len(sinks) == 1
 
 
-def _steps_left(layer: SlotLayer, handle: KernelHandle) -> int:
-    """The number of tokens that a layer takes before it has to grow, or its policy has to be asked."""
+def _steps_left(layer: SlotLayer) -> int:
+    """The number of tokens that a layer takes before it has to grow."""
     table, rules, limit = layer.table, layer.rules, layer.rules.limits.rollback
     own, held = table.slots - rules.recall_room, table.occupancy_bound
     left = own - held - layer.history.reserved
     if rules.budget is not None:
         steady = own - rules.budget - limit - 1 > 0  # the budget, and the tokens that a rollback may remove
-        left = MAX_NUMBER if steady and handle.retention is not None else left
-        if handle.retention is None:
-            left = min(left, rules.budget - held)
+        left = MAX_NUMBER if steady else left
     if table.recall is not None:
         left = min(left, table.recall.room)
     return left

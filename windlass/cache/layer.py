@@ -39,7 +39,7 @@ from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable, TableView
 from windlass.core.errors import UsageError
 from windlass.core.inputs import EvictionInput
-from windlass.core.positions import EMPTY
+from windlass.core.positions import rank_pinned
 from windlass.core.step import HEADROOM, AttentionCall, Limits, Step, StepRecord
 from windlass.core.types import Attended, NewKeys, NewValues, Queries, Scores, SlotIndex
 from windlass.policies.base import Policy, Slots
@@ -47,8 +47,7 @@ from windlass.policies.calls import observe, scores_of
 from windlass.positions.modes import PositionMode
 from windlass.positions.rotary import Rotary, Rotation
 from windlass.stores.base import Parts, Store
-
-HIGHEST: Final = torch.finfo(torch.float32).max / 2  # score of a token that may be evicted
+from windlass.stores.formats import PlainRows
 
 
 @final
@@ -167,10 +166,25 @@ class SlotLayer(Layer):
 
     def whole_step(self, asked: LayerStep) -> KernelHandle | None:
         """The kernel that does all of a step. None: a kernel alone can't take it."""
+        if self.store.full_precision.tensors:
+            return None
+        prepared = self.token_step(asked)
+        return prepared if prepared is not None and prepared.is_all(asked) else None
+
+    def token_step(self, asked: LayerStep) -> KernelHandle | None:
+        """The kernel that at least writes and attends in a step of one token per row. None: it needs more room."""
         if self.is_shared or not asked.fits(self.history.reserved, self.reserve_hint, self.longest_decode):
             return None
-        prepared = self.decode_kernel.of(asked)
-        return prepared if prepared is not None and prepared.is_all(asked) else None
+        return self.decode_kernel.of(asked, beside_sinks=True)
+
+    def as_rows(self, others: Sequence["SlotLayer"]) -> "SlotLayer":
+        """A layer for this one's policy, with the rows of this layer and of `others`. It has no tokens yet."""
+        store = PlainRows([each.store for each in (self, *others)]) if others else self.store
+        limits, table = self.rules.limits, self.table
+        joined = SlotLayer(self.index, limits, self.policy, self.rotary, store, layers=self.layers, heads=self.heads)
+        joined.rules, statistics = self.rules, [each.table.statistics for each in (self, *others)]
+        joined.table.statistics = {name: torch.cat([each[name] for each in statistics]) for name in table.statistics}
+        return joined
 
     def protect(self, step: Step) -> Checkpoint:
         """Make a checkpoint of the layer before anything changes, for `take_back`."""
@@ -275,7 +289,9 @@ class SlotLayer(Layer):
         if before is not None:
             ring.tensors = before
         if self.is_lossless and not self.history.can_roll_back(counts):
-            self.edit(lambda positions: torch.where(positions >= here.next_positions[:, None, None], EMPTY, positions))
+            if not self.is_empty:
+                self.forget_steps(0)
+                self.table.cut(here.next_positions, counts)
             return
         self.history, kept = self.history.rolled_back(counts, here, self.table)  # kept: to be taken again
         ring.roll_back([sum(record.step.lengths[row] for record in kept) for row in range(len(counts))])
@@ -468,12 +484,11 @@ def _evict(
     assert rules.budget is not None, "eviction without a budget"
     count, evicted_count = table.slots - rules.budget, table.occupancy_bound - rules.budget
     (sinks, window), row_sinks = rules.protected, rules.row_sinks(record.step)
-    if row_sinks is not None and row_sinks.pins is not None:
-        # All of them fit in the budget, so it is enough that no other score is as high.
-        score = score.float().clamp(max=HIGHEST).masked_fill(row_sinks.pinned(table.positions), torch.inf)
+    # All pinned tokens fit in the budget, so it is enough that no other score is as high.
+    pins = None if row_sinks is None else row_sinks.pins
     evicted, before = kernels.evict(
         EvictionInput(
-            score=score,
+            score=rank_pinned(score, table.positions, pins),
             positions=table.positions,
             next_positions=record.step.next_positions,
             sinks=sinks,

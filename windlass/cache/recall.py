@@ -7,8 +7,10 @@ eviction is rolled back.
 
 from __future__ import annotations
 
+import copy
 import mmap
 import operator
+import secrets
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +41,7 @@ from windlass.kernels.reference import digest_of
 from windlass.stores.base import Parts, Store
 
 PIECE: Final = 1024  # tokens of the first segment
+LARGEST: Final = 16  # such pieces of a segment on the host, whose kernels take any number of segments
 
 
 RECALL: Final = "recall."  # prefix of the names of a recall store's tensors
@@ -54,11 +57,13 @@ class Segment(NamedTuple):
     """The tokens from `start` up to `stop` of each row, as parts (batch, kv_heads, stop - start, width).
 
     The first part, that of the keys which are scanned, is (batch, kv_heads, tiles, words, 16) instead, see `TiledKeys`.
+    `number` names its contents, once all of it is written.
     """
 
     start: int
     stop: int
     parts: Parts
+    number: str
 
 
 @final
@@ -68,6 +73,7 @@ class RecallMemory:
     The memory is the host's, which a GPU reads in place, or, where it `is_near`, that of the device that reads it.
 
     A segment is half as large as all before it, in multiples of `piece`: few segments, and little unused memory.
+    Copies have the first segments in common once these are `shared`, and nobody writes there any more.
     Files without a name take no space any more when the process ends, whatever ends it.
     """
 
@@ -76,15 +82,34 @@ class RecallMemory:
         self.reader = torch.device("cpu")
         """The device whose kernels read and write the memory. It is set before the first token."""
         self.segments: tuple[Segment, ...] = ()
+        self.shared = 0
+        """Number of first segments that other memories have too, or a file."""
+        self.planned: list[tuple[int, str]] = []
+        """Ends and numbers of the next segments."""
         self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, its width and its dtype
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
-        """A copy with memory, or a file, of its own."""
+        """A copy with memory, or a file, of its own, but for the shared segments."""
         twin = RecallMemory(self.folder, self.piece, self.is_near)
         twin.reader = self.reader
         twin._keys, twin._width, twin._dtype = self._keys, self._width, self._dtype
-        twin.segments = tuple(segment._replace(parts=self._copies(segment.parts)) for segment in self.segments)
+        twin.shared, shared = self.shared, self.segments[: self.shared]
+        own = (each._replace(parts=self._copies(each.parts), number=_new()) for each in self.segments[self.shared :])
+        twin.segments = (*shared, *own)
         return twin
+
+    def share(self, tokens: int) -> None:
+        """Let copies share the segments within the first `tokens` of every row, which stay as they are."""
+        self.shared = max(self.shared, sum(each.stop <= tokens for each in self.segments))
+
+    def own(self, tokens: int) -> None:
+        """Copy the shared segments that have room behind the first `tokens`, where a row is to be written."""
+        first = sum(each.stop <= tokens for each in self.segments[: self.shared])
+        if first < self.shared:
+            taken = self.segments[first : self.shared]
+            copied = (each._replace(parts=self._copies(each.parts), number=_new()) for each in taken)
+            self.segments = (*self.segments[:first], *copied, *self.segments[self.shared :])
+            self.shared = first
 
     @property
     def capacity(self) -> int:
@@ -116,16 +141,19 @@ class RecallMemory:
 
         Raises: UsageError where the folder has no room.
         """
-        start = self.capacity
-        if capacity <= start:
-            return
-        size = -(-max(capacity - start, start // 2) // self.piece) * self.piece
+        while (start := self.capacity) < capacity:
+            size = -(-max(capacity - start, start // 2) // self.piece) * self.piece
+            size = min(size, LARGEST * self.piece) if self.reader.type == "cpu" else size
+            stop, number = self.planned.pop(0) if self.planned else (start + size, _new())
+            self._add(start, stop - start, number, sample)
+
+    def _add(self, start: int, size: int, number: str, sample: Parts) -> None:
         parts = {name: self._new(part, (*part.shape[:2], size, part.shape[3])) for name, part in sample.items()}
         keys, first = next(iter(sample.items()))
         words = words_of(first[:, :, :1])
         parts[keys] = self._new(words, (*first.shape[:2], size // TILE, words.shape[3], TILE))
         self._keys, self._width, self._dtype = keys, first.shape[3], first.dtype
-        self.segments = (*self.segments, Segment(start, start + size, parts))
+        self.segments = (*self.segments, Segment(start, start + size, parts, number))
 
     def put(self, index: Tensor, parts: Parts) -> None:
         """Write tokens at (batch, tokens) `index`, in all heads. Negative indices are skipped."""
@@ -142,24 +170,32 @@ class RecallMemory:
             found[name] = rows_of(rows, self._width, self._dtype) if is_tiled else rows
         return found
 
-    def filled(self, tokens: int) -> Parts:
-        """The parts of the first `tokens` of each row, in one piece."""
+    def filled(self, tokens: int, start: int = 0) -> Parts:
+        """The parts of the first `tokens` of each row, in one piece. `start`: without those before the end of a segment
+        or the text."""
         self._wait()
-        keys = [each.parts[self._keys].transpose(3, 4).flatten(2, 3) for each in self.segments]
-        pieces = {name: [each.parts[name] for each in self.segments] for name in self.segments[0].parts}
+        own = [each for each in self.segments if each.stop > start] or [*self.segments[-1:]]
+        keys = [each.parts[self._keys].transpose(3, 4).flatten(2, 3) for each in own]
+        pieces = {name: [each.parts[name] for each in own] for name in own[0].parts}
         pieces[self._keys] = [rows_of(each, self._width, self._dtype) for each in keys]
-        return {name: torch.cat(each, 2)[:, :, :tokens] for name, each in pieces.items()}
+        first = own[0].start
+        return {name: torch.cat(each, 2)[:, :, start - first : tokens - first] for name, each in pieces.items()}
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
+        self.shared = 0
         self.segments = tuple(
-            each._replace(parts=self._copies({name: part[rows.to(part.device)] for name, part in each.parts.items()}))
+            each._replace(
+                parts=self._copies({name: part[rows.to(part.device)] for name, part in each.parts.items()}),
+                number=_new(),
+            )
             for each in self.segments
         )
 
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
         self._wait()
+        self.own(0)
         for segment in self.segments:
             for part in segment.parts.values():
                 part[target] = part[source]
@@ -193,6 +229,11 @@ class RecallMemory:
         return torch.frombuffer(mapped, dtype=like.dtype, count=numbers).view(shape)
 
 
+def _new() -> str:
+    """The number of a new segment."""
+    return secrets.token_hex(8)
+
+
 NOWHERE: Final = -1  # the index of a column that is not written
 
 
@@ -210,6 +251,21 @@ class PageDigests:
     def both(self) -> tuple[RecallMemory, RecallMemory]:
         """The memory of the largest numbers, and that of the least."""
         return self.largest, self.least
+
+    def __deepcopy__(self, memo: dict[int, object]) -> PageDigests:
+        twin = PageDigests(copy.deepcopy(self.codec, memo), copy.deepcopy(self.memory, memo))
+        twin.largest, twin.least = (copy.deepcopy(each, memo) for each in self.both)
+        return twin
+
+    def share(self, tokens: int) -> None:
+        """Let copies share the digests of whole pages within the first `tokens` of every row."""
+        for each in self.both:
+            each.share(tokens // PAGE)
+
+    def own(self, tokens: int) -> None:
+        """Copy shared digests of pages that are not within the first `tokens`."""
+        for each in self.both:
+            each.own(tokens // PAGE)
 
     def grow(self, sample: Parts) -> None:
         """Make room for the digest of each page, where tokens are like those of `sample`."""
@@ -282,6 +338,15 @@ class RecallStore:
         self._ends = torch.empty(0, dtype=torch.int64)
         self._ended: tuple[int, ...] | None = None  # the numbers in `_ends`, known without a device sync
         self._scanned: tuple[tuple[Segment, ...], tuple[RecallPiece, ...]] = (), ()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RecallStore:
+        """A copy that shares all memory in which nothing is written any more."""
+        for each in (self.memory, self.digests):
+            each.share(min(self.lengths, default=0))
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy({**self.__dict__, "_scanned": ((), ())}, memo))
+        return twin
 
     @property
     def is_empty(self) -> bool:
@@ -396,6 +461,8 @@ class RecallStore:
 
     def cut_to(self, lengths: Sequence[int]) -> None:
         """Forget the tokens of each row beyond these lengths."""
+        for each in (self.memory, self.digests):
+            each.own(min(lengths, default=0))
         self.lengths = tuple(lengths)
         self.last_recalled.fill_(EMPTY)
         for row, length in enumerate(lengths):
@@ -432,6 +499,10 @@ class RecallStore:
         Returns the index at which the appended tokens begin. `device` is the model's. Tokens in another format are
         converted once.
         """
+        if self.is_empty and at == 0 and len(other.lengths) == batch == 1 and self._is_like(other):
+            self.__dict__.update(copy.deepcopy(other).__dict__)
+            self.last_recalled.fill_(EMPTY)
+            return 0
         length, start = other.lengths[source] if other.lengths else 0, 0 if self.is_empty else self.lengths[row]
         parts = other.memory.filled(length) if length else {}
         for first in range(0, length, MOVED):
@@ -449,6 +520,11 @@ class RecallStore:
             ends[row] += here.stop - first
             self._put_rows(held, (positions + at).where(positions >= 0, EMPTY), ends, start + length)
         return start
+
+    def _is_like(self, other: RecallStore) -> bool:
+        """Return True if a copy of the other store can take the place of this empty one."""
+        is_one = self.tokens == other.tokens and self.codec.name == other.codec.name
+        return is_one and self.memory.folder == other.memory.folder
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
@@ -472,18 +548,30 @@ class RecallStore:
     def clear_row(self, row: int) -> None:
         """Forget the tokens of row `row`."""
         if not self.is_empty:
+            self.memory.own(0)
+            self.digests.own(0)
             self.positions[row] = EMPTY
             self.last_recalled[row] = EMPTY
             self.lengths = tuple(0 if index == row else length for index, length in enumerate(self.lengths))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors that a file has to hold, by name."""
+    def settled(self) -> tuple[tuple[int, str], ...]:
+        """Ends and numbers of the segments in which nothing is written any more."""
+        self.memory.share(min(self.lengths, default=0))
+        return tuple((each.stop, each.number) for each in self.memory.segments[: self.memory.shared])
+
+    def tensors(self, start: int = 0) -> dict[str, Tensor]:
+        """All tensors that a file has to hold, by name. `start`: without the parts of tokens before the end of a
+        segment."""
         if self.is_empty:
             return {}
         tokens = max(self.lengths)
         constants = {name: self.codec.tensors()[name] for name in self.codec.constant_names}
-        parts = self.memory.filled(tokens) | constants | {POSITIONS: self.positions[:, :tokens]}
+        parts = self.memory.filled(tokens, start) | constants | {POSITIONS: self.positions[:, :tokens]}
         return {RECALL + name: tensor for name, tensor in parts.items()}
+
+    def settled_tensors(self, start: int, stop: int) -> dict[str, Tensor]:
+        """The parts of the tokens of one segment, as `tensors` names them."""
+        return {RECALL + name: part for name, part in self.memory.filled(stop, start).items()}
 
     def load(self, tensors: Mapping[str, Tensor], lengths: Sequence[int]) -> None:
         """Load `tensors` of rows of these lengths into this empty store. Other names among them are ignored."""
@@ -564,17 +652,17 @@ class RecallSnapshot(NamedTuple):
     lengths: tuple[int, ...]
     positions: Tensor
     last_recalled: Tensor
-    segments: list[tuple[Segment, ...]]
+    segments: list[tuple[tuple[Segment, ...], int]]
 
     @classmethod
     def of(cls, store: RecallStore) -> RecallSnapshot:
         """Snapshot of a store as it is now."""
-        segments = [each.segments for each in (store.memory, *store.digests.both)]
+        segments = [(each.segments, each.shared) for each in (store.memory, *store.digests.both)]
         return cls(store.lengths, store.positions, store.last_recalled, segments)
 
     def restore(self, store: RecallStore) -> None:
         """Cut the store back to this snapshot, its memory included."""
-        for memory, segments in zip((store.memory, *store.digests.both), self.segments, strict=True):
-            memory.segments = segments
+        for memory, (segments, shared) in zip((store.memory, *store.digests.both), self.segments, strict=True):
+            memory.segments, memory.shared = segments, shared
         store.positions, store.last_recalled = self.positions, self.last_recalled
         store.cut_to(self.lengths)

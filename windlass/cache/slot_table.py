@@ -237,6 +237,17 @@ class SlotTable:
             self.recall.edit(change, rows)
         self.count()
 
+    def cut(self, ends: Tensor, counts: Sequence[int]) -> None:
+        """Free the slots of the newest `counts` tokens of rows that held all of them: those at `ends` and beyond."""
+        if self.recall is not None:
+            self.edit(lambda positions: torch.where(positions >= ends[:, None, None], EMPTY, positions), slice(None))
+            return
+        self.positions.masked_fill_(self.positions >= ends[:, None, None], EMPTY)
+        if len(counts) == 1:
+            self.occupancy_bound -= counts[0]
+        else:
+            self.count()
+
     def keep_recalled(self) -> None:
         """Remove tokens without a position from the recall store of the only row."""
         assert self.recall is not None, "a table without recall"
@@ -272,9 +283,9 @@ class SlotTable:
         statistics = {STATISTICS + name: tensor for name, tensor in self.statistics.items()}
         return {**self.store.tensors(), "positions": self.positions, **state, **statistics}
 
-    def recalled_tensors(self) -> dict[str, Tensor]:
-        """Tensors of the tokens that can be recalled, for a file, by name."""
-        return {} if self.recall is None else self.recall.tensors()
+    def recalled_tensors(self, start: int = 0) -> dict[str, Tensor]:
+        """Tensors of the tokens that can be recalled, from number `start` on, for a file, by name."""
+        return {} if self.recall is None else self.recall.tensors(start)
 
     def load(self, tensors: dict[str, Tensor], state: tuple[str, ...], tokens_seen: Sequence[int]) -> None:
         """Load the results of `tensors` and `recalled_tensors`, with state of these names, into this empty table."""

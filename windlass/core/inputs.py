@@ -29,6 +29,7 @@ from windlass.core.types import (
     PackedCodes,
     PerSlot,
     PickedSlots,
+    PinnedRanges,
     Queries,
     QueryPositions,
     RotaryTable,
@@ -363,6 +364,11 @@ class Mass:
     rows: Tensor  # (batch, kv_heads, observed, slots)
     rest: PerSlot | None
 
+    def plus(self, other: "Mass") -> "Mass":
+        """The mass of both."""
+        rest = None if self.rest is None or other.rest is None else self.rest + other.rest
+        return Mass(self.rows + other.rows, rest)
+
 
 @dataclass(frozen=True)
 class EvictionInput:
@@ -557,9 +563,9 @@ class Retention:
 class DecodeSlots:
     """Slots that decode steps write to and read: the part that stays the same from step to step.
 
-    `keys` and `values` hold no token at full precision beside codes. New tokens are encoded as theirs are. `tables`
-    (cos, sin) have a row for each place that `rule` reads at (None: no rotation). `retention`: None where the kernel
-    neither observes nor evicts. `recall`: None where nothing is recalled. The other fields are those of
+    A slot that is written leaves the `ring_index` of `keys` and `values`. New tokens are encoded as theirs are.
+    `tables` (cos, sin) have a row for each place that `rule` reads at (None: no rotation). `retention`: None where the
+    kernel neither observes nor evicts. `recall`: None where nothing is recalled. The other fields are those of
     `AttentionInput`.
     """
 
@@ -583,7 +589,8 @@ class DecodeInput:
     return the mass of the queries. `is_evicting`: each row that is then over budget evicts the lowest of its tokens.
     `next_positions` are of after the step. `released`: pairs of slots and positions that an earlier step gave as
     `evicted`, which are free after this one. `remembered`: tokens of each row in the recall store, which the new one is
-    added to. `is_recalling`: read the store's best pages beside the slots. `row_sinks`: see `EvictionInput`.
+    added to. `is_recalling`: read the store's best pages beside the slots. `row_sinks`: see `EvictionInput`. Positions
+    in `pins` rank above all others but sinks and the window.
     """
 
     queries: Queries
@@ -599,6 +606,7 @@ class DecodeInput:
     remembered: RowCounts | None = None
     is_recalling: bool = False
     row_sinks: RowCounts | None = None
+    pins: PinnedRanges | None = None
 
 
 class DecodeOutput(NamedTuple):
@@ -629,4 +637,5 @@ class TokenInput:
     next_positions: RowCounts
     starts: RowCounts | None
     row_sinks: RowCounts | None
+    pins: PinnedRanges | None
     longest: int

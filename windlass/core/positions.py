@@ -10,10 +10,19 @@ from torch import Tensor
 
 from windlass.core.errors import UsageError
 from windlass.core.parse import MAX_NUMBER
-from windlass.core.types import QueryPositions, RotaryKeys, RotaryQueries, SlotIndex, SlotPositions
+from windlass.core.types import (
+    PinnedRanges,
+    QueryPositions,
+    RotaryKeys,
+    RotaryQueries,
+    Scores,
+    SlotIndex,
+    SlotPositions,
+)
 
 EMPTY = -1  # position of a slot that holds no token, and of a padding token
 RESERVED = -2  # position of a slot whose token was evicted but can still be rolled back
+HIGHEST: Final = torch.finfo(torch.float32).max / 2  # score of a token that is not pinned
 
 
 @dataclass(frozen=True)
@@ -207,6 +216,20 @@ def _check_follows(axes: Tensor, is_token: Tensor, is_start: Tensor, low: Tensor
             f"continues at {int(before[row, column]) + 1}. A picture is read in one pass, and tokens are consecutive: "
             "leave position_ids out, or use rollback, drop or shift to move the text"
         )
+
+
+def pinned(positions: SlotPositions, pins: PinnedRanges) -> Tensor:
+    """A mask of the positions (batch, score_heads, slots) that lie in one of their row's ranges."""
+    found = torch.zeros_like(positions, dtype=torch.bool)
+    for bounds in pins.unbind(1):
+        start, stop = (each[:, None, None] for each in bounds.unbind(1))
+        found |= (positions >= start) & (positions < stop)
+    return found
+
+
+def rank_pinned(score: Scores, positions: SlotPositions, pins: PinnedRanges | None) -> Scores:
+    """`score` with pinned positions above all others."""
+    return score if pins is None else score.float().clamp(max=HIGHEST).masked_fill(pinned(positions, pins), torch.inf)
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from windlass.core.inputs import Mass
 from windlass.core.parse import MAX_NUMBER
-from windlass.core.positions import EMPTY, Places
+from windlass.core.positions import EMPTY, Places, pinned
 from windlass.core.types import (
     ObservedColumns,
     Picker,
+    PinnedRanges,
     Queries,
     QueryPositions,
     RowCounts,
@@ -45,12 +46,17 @@ def no_inference_mode(function: Callable[Arguments, Result]) -> Callable[Argumen
 class RowSinks:
     """How many of its first positions each row never evicts, on the host and on the device.
 
-    `pins` (batch, ranges, 2) are ranges [start, stop) of further positions that it never evicts (None: no row has any).
+    `pins` are ranges [start, stop) of further positions that it never evicts (None: no row has any).
     """
 
     counts: tuple[int, ...]
     tensor: RowCounts
-    pins: Tensor | None = None
+    pins: PinnedRanges | None = None
+
+    def repeated(self, times: int) -> "RowSinks":
+        """The same rows, so many times one after the other."""
+        pins = None if self.pins is None else self.pins.repeat(times, 1, 1)
+        return RowSinks(self.counts * times, self.tensor.repeat(times), pins)
 
     @property
     def per_slot(self) -> Tensor:
@@ -59,22 +65,15 @@ class RowSinks:
 
     def pinned(self, positions: SlotPositions) -> Tensor:
         """A mask of the positions (batch, score_heads, slots) that are pinned."""
-        found = torch.zeros_like(positions, dtype=torch.bool)
-        for start, stop in self._ranges():
-            found |= (positions >= start) & (positions < stop)
-        return found
+        return torch.zeros_like(positions, dtype=torch.bool) if self.pins is None else pinned(positions, self.pins)
 
     def kept_before(self, positions: SlotPositions) -> Tensor:
         """The number of sinks and pinned positions before each of these, which are no sinks."""
         count = self.per_slot.expand_as(positions)
-        for start, stop in self._ranges():
+        for bounds in () if self.pins is None else self.pins.unbind(1):
+            start, stop = (each[:, None, None] for each in bounds.unbind(1))
             count = count + (torch.minimum(positions, stop) - start).clamp(min=0)
         return count
-
-    def _ranges(self) -> list[tuple[Tensor, Tensor]]:
-        """Starts and stops, each (batch, 1, 1)."""
-        pins = [] if self.pins is None else self.pins.unbind(1)
-        return [(each[:, 0, None, None], each[:, 1, None, None]) for each in pins]
 
 
 @dataclass(frozen=True)
@@ -124,10 +123,19 @@ class Step:
     sinks: RowSinks | None = None
     """Sinks of each row (None: all rows have the sinks of the limits)."""
 
-    @property
-    def has_pins(self) -> bool:
-        """Return True if a row has pinned positions."""
-        return self.sinks is not None and self.sinks.pins is not None
+    def repeated(self, times: int) -> "Step":
+        """A step of the same rows, so many times one after the other."""
+        if times == 1:
+            return self
+        return replace(
+            self,
+            positions=self.positions.repeat(times, 1),
+            lengths=self.lengths * times,
+            next_positions=self.next_positions.repeat(times),
+            prompt_ends=self.prompt_ends.repeat(times),
+            ids=None,
+            sinks=None if self.sinks is None else self.sinks.repeated(times),
+        )
 
     @cached_property
     def known_places(self) -> Places:

@@ -11,6 +11,7 @@ from torch import Tensor
 TokenIds = Int[Tensor, "batch tokens"]
 TokenMask = Bool[Tensor, "batch tokens"]
 RowCounts = Int[Tensor, " batch"]
+PinnedRanges = Int[Tensor, "batch ranges 2"]
 
 Queries = Float[Tensor, "batch heads tokens head_dim"]
 NewKeys = Float[Tensor, "batch kv_heads tokens head_dim"]

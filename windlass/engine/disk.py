@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from threading import Condition, Lock, Thread
 from typing import Any, Final, final
@@ -22,13 +23,16 @@ from transformers import PreTrainedModel
 
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError
 from windlass.core.files import check_folder, replacing
-from windlass.engine.prefix_entry import CacheEntry, CacheKey, EntryInfo, EntrySelector, PrefixText
+from windlass.engine.prefix_entry import CacheEntry, CacheKey, EntryInfo, EntrySelector, PrefixText, superfluous
 from windlass.engine.request import Request, owner_of
+from windlass.hf import prompt_cache
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.weights import fingerprint
 
 LOG: Final = logging.getLogger("windlass.engine")
 NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-(\d{1,10})-([0-9a-f]{32})\.safetensors")
+SEGMENT: Final = ".segment"
+SEGMENT_NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.segment")
 LOCK, SALT, SALT_BYTES = "windlass.lock", "windlass.salt", 32
 LAYER_BYTES: Final = 4096  # of a file's header per layer, an upper bound
 FILE_BYTES: Final = 1 << 16
@@ -59,13 +63,17 @@ def salt_of(folder: Path) -> bytes:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class FileEntry(PrefixText):
-    """One cache in the folder. `owner`, `shelf` and `key` are hashes. `bytes`: of the file and its record."""
+    """One cache in the folder. `owner`, `shelf` and `key` are hashes. `bytes`: of the file and its record.
+
+    `segments`: ends and numbers of the parts of its evicted tokens that other files have.
+    """
 
     owner: str
     shelf: str
     key: str
     id: str
     bytes: int
+    segments: tuple[tuple[int, str], ...] = ()
 
     @property
     def name(self) -> str:
@@ -78,7 +86,8 @@ class DiskTier:
     """The caches in a folder, in files of at most `limit` bytes in all. The least recently used are deleted first.
 
     A thread of its own writes. Until a cache is written, it is `pending`. A record is written before its cache, and one
-    without the other is deleted at the start. Other files of the folder are left alone.
+    without the other is deleted at the start. Other files of the folder are left alone. Evicted tokens of long texts
+    are in segments, each of which is written once, and deleted with the last cache that needs it.
 
     Raises: UsageError for a path that is no folder, or a folder that another server has.
     """
@@ -101,6 +110,9 @@ class DiskTier:
         self._pending: dict[str, CacheEntry] = {}
         self._writing: str | None = None
         self._names: dict[str, str] = {}
+        self._segments = self._segments_found()  # bytes of each
+        self._wanted = frozenset[str]()  # segments of the cache that is being written
+        self._delete_segments()
         self._is_closed = False
         self._make_room(0)
         self._thread = Thread(target=self._run, name="windlass-disk", daemon=True)
@@ -114,7 +126,7 @@ class DiskTier:
 
     @property
     def _bytes(self) -> int:
-        return sum(each.bytes for each in self._files.values())
+        return sum(each.bytes for each in self._files.values()) + sum(self._segments.values())
 
     def id_of(self, kept: CacheEntry) -> str:
         """The id of a cache of these tokens, which were read in these passes."""
@@ -229,7 +241,7 @@ class DiskTier:
     @torch.no_grad()
     def _write(self, kept: CacheEntry) -> None:
         """Write a cache, and delete those of which it serves all."""
-        owner = owner_of(kept.key.tenant)
+        owner, segments = owner_of(kept.key.tenant), prompt_cache.settled(kept.cache)
         file = FileEntry(
             tokens=kept.tokens,
             passes=kept.passes,
@@ -242,17 +254,25 @@ class DiskTier:
             key=self._key(kept.key),
             id=kept.number,
             bytes=_most_bytes(kept),
+            segments=tuple(segments),
         )
         path = self._folder / file.name
         with self._changed:
-            served = [each for each in self._files.values() if each.key == file.key and file.serves_all_of(each)]
-            self._make_room(file.bytes, served)
+            self._wanted = frozenset(number for _, number in segments)
+            own = [each for each in self._files.values() if each.key == file.key]
+            served = [*filter(file.serves_all_of, own), *superfluous(file, own)]
+            held = sum(self._segments.get(number, 0) for number in self._wanted)
+            self._make_room(max(file.bytes - held, 0), served)
         try:
+            self._write_segments(kept.cache, file)
             self._write_record(file)
-            kept.cache.save(path)
+            prompt_cache.save(kept.cache, path, self._model, None, segments)
         except BaseException:
             _record_of(path).unlink(missing_ok=True)
             raise
+        finally:
+            with self._changed:
+                self._wanted = frozenset()
         path.chmod(0o600)  # it holds the ids of a prompt
         with self._changed:
             for each in served:
@@ -261,6 +281,31 @@ class DiskTier:
             self._files[file.id] = replace(file, bytes=size)
             self._names[file.id] = kept.key.name
             self._make_room(0)
+
+    def _write_segments(self, cache: KVCache, file: FileEntry) -> None:
+        """Write the segments that no cache has written."""
+        for (start, _), (stop, number) in pairwise([(0, ""), *file.segments]):
+            if number not in self._segments:
+                path = self._segment(file.owner, number)
+                prompt_cache.save_segment(cache, path, start, stop)
+                path.chmod(0o600)
+                with self._changed:
+                    self._segments[number] = path.stat().st_size
+
+    def _segment(self, owner: str, number: str) -> Path:
+        return self._folder / f"{owner}-{number}{SEGMENT}"
+
+    def _segments_found(self) -> dict[str, int]:
+        found = [path for path in self._folder.glob(f"*{SEGMENT}") if SEGMENT_NAME.fullmatch(path.name)]
+        return {path.name.partition("-")[2].removesuffix(SEGMENT): path.stat().st_size for path in found}
+
+    def _delete_segments(self) -> None:
+        """Delete the segments that no cache needs."""
+        wanted = self._wanted.union(*({number for _, number in each.segments} for each in self._files.values()))
+        for number in self._segments.keys() - wanted:
+            del self._segments[number]
+            for path in self._folder.glob(f"*-{number}{SEGMENT}"):
+                path.unlink(missing_ok=True)
 
     def _write_record(self, file: FileEntry) -> None:
         told = json.dumps({name: getattr(file, name) for name in RECORDED}, separators=(",", ":"))
@@ -274,7 +319,11 @@ class DiskTier:
         path = self._folder / file.name
         try:
             own = request.options
-            cache = KVCache.load(path, self._model, policy=own.policy, recall_folder=own.recall_folder)
+            files = [self._segment(file.owner, number) for _, number in file.segments]
+            before = prompt_cache.read_segments(file.segments, files)
+            cache = prompt_cache.load(
+                path, self._model, KVCache.from_options, own.policy, own.recall_folder, None, before
+            )
             ours, its = (each.labels() | {"rollback": each.rollback} for each in (own, cache.options))
             if cache.tokens != [list(file.tokens)] or its != ours:
                 raise PromptCacheError(f"{path} holds another text, or has other options than its name says")
@@ -331,6 +380,7 @@ class DiskTier:
             key=fields["key"],
             id=number,
             bytes=size,
+            segments=tuple((stop, name) for stop, name in fields["segments"]),
         )
 
     def _make_room(self, size: int, first: Iterable[FileEntry] = ()) -> None:
@@ -347,6 +397,7 @@ class DiskTier:
         for each in (path, _record_of(path)):
             with suppress(OSError):
                 each.unlink()
+        self._delete_segments()
 
     def _is(self, wanted: EntrySelector, file: FileEntry) -> bool:
         is_own = file.owner == self._hash("owner", wanted.owner) and wanted.id in (None, file.id)
@@ -366,7 +417,16 @@ class DiskTier:
 
 
 RECORD: Final = ".json"
-RECORDED: Final = ("tokens", "passes", "holds_all", "sound", "marks", "is_text", "key")  # fields of a record
+RECORDED: Final = (
+    "tokens",
+    "passes",
+    "holds_all",
+    "sound",
+    "marks",
+    "is_text",
+    "key",
+    "segments",
+)  # fields of a record
 
 
 def _record_of(path: Path) -> Path:

@@ -253,6 +253,7 @@ class Reader(PromptReader):
             self._begin_edited(edited)
         self._known_logits = None if kept is None or self.done < len(request.prompt) else kept.logits
         self.is_whole = is_whole
+        self.cache.keep_room(True)  # a short last chunk moves nothing
         if request.options.budget is None:  # reserved at once, as its bytes were counted
             self.cache.reserve(len(request.prompt) - self.cached + request.max_tokens)
         self._pass_ends = request.pass_ends

@@ -11,12 +11,14 @@ from typing import Final, final
 from windlass.cache.edits import holds_all, remap, takes_edits
 from windlass.core.parse import DEFAULT_SINKS, SYSTEM
 from windlass.engine.disk import DiskTier
-from windlass.engine.prefix_entry import CacheEntry, CacheKey, EditedRow, EntryInfo, EntrySelector
-from windlass.engine.recompute import LEAST, Alignment, EditPlan, Sinks, shared
+from windlass.engine.prefix_entry import CacheEntry, CacheKey, EditedRow, EntryInfo, EntrySelector, superfluous
+from windlass.engine.recompute import LEAST, Alignment, EditPlan, Sinks
 from windlass.engine.request import Request
+from windlass.engine.text import shared
 from windlass.hf.kv_cache import KVCache
 
 SPARE: Final = 8  # a row is packed when it is kept, where only this part of its slots holds tokens
+ENDS: Final = 256  # of the last messages
 MOVED: Final = 16  # tokens that may be cut off a row that is moved: the end of a turn, an answer that is cut
 
 
@@ -216,7 +218,7 @@ class Snapshots:
         prompt, passes, known = request.prompt, request.pass_ends, self._of(request)
         common = max((shared(each.tokens, prompt) for each in known), default=0)
         ends = {
-            *request.ends[-1 if request.options.recall else 0 :],
+            *request.ends[-1 if request.options.recall else -ENDS :],
             *passes[-2:][:1],
             *[each for each in passes if each <= common][-1:],
         }
@@ -255,6 +257,8 @@ class Snapshots:
 
     def _add(self, kept: CacheEntry, place: int | None = None) -> None:
         """Keep a cache in memory if there is room, and then write it to disk too. A file holds no logits."""
+        for each in superfluous(kept, self.kept.of(kept.key)):
+            self._take(each)
         disk = None if kept.has_logits else self._disk
         if disk is not None:
             kept = replace(kept, number=disk.id_of(kept))

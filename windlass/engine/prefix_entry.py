@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import secrets
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 from torch import Tensor
 
 from windlass.cache.options import CacheOptions
 from windlass.core.parse import SYSTEM
-from windlass.engine.recompute import shared
 from windlass.engine.request import Request, owner_of
+from windlass.engine.text import shared
 from windlass.hf.kv_cache import KVCache
 
 Kind = Literal["prefix", "part"]
@@ -45,6 +46,7 @@ class CacheKey:
         return are_sinks and replace(self, labels=self.labels[:-1]) == replace(other, labels=other.labels[:-1])
 
 
+NEAR: Final = 16  # tokens
 SLOT_BYTES: Final = 1 << 16  # of a copy, beside its tokens
 
 
@@ -76,8 +78,16 @@ class PrefixText:
         """The number of first tokens that were read behind the very tokens before them."""
         return len(self.tokens) if self.sound is None else min(self.sound, len(self.tokens))
 
+    def begins(self, tokens: tuple[int, ...]) -> bool:
+        """Return True if these tokens begin with all of it."""
+        size = len(self.tokens)
+        is_near = self.tokens[-NEAR:] == tokens[max(size - NEAR, 0) : size]  # most texts that differ do so there
+        return is_near and self.tokens == tokens[:size]
+
     def usable(self, request: Request) -> int:
         """The number of its first tokens that a prompt can go on from, once the others are cut off."""
+        if not self.holds_all and not self.begins(request.prompt):
+            return 0
         prompt, size, mode = request.prompt, len(self.tokens), request.reuse.mode.name
         most = shared(self.tokens, prompt)
         if not (most == size == len(prompt) and self.has_logits):
@@ -93,10 +103,35 @@ class PrefixText:
 
     def serves_all_of(self, other: PrefixText) -> bool:
         """Return True if nobody needs `other`, of the same key, beside this."""
-        is_beginning = self.tokens[: len(other.tokens)] == other.tokens
+        if not self.holds_all or other.has_logits or not other.begins(self.tokens):
+            return False
         is_alike = self.passes[: len(other.passes)] == other.passes and self.read_in_order >= other.read_in_order
-        is_longer = self.holds_all and all(map(self.ends, (len(other.tokens), *(other.marks or ()))))
-        return is_beginning and is_alike and is_longer and not other.has_logits
+        return is_alike and all(map(self.ends, (len(other.tokens), *(other.marks or ()))))
+
+
+MOST, NEWEST = 8, 4  # beginnings of one text, each in a row of its own, and the longest of them
+Row = TypeVar("Row", bound=PrefixText)
+
+
+def superfluous(row: PrefixText, others: Iterable[Row]) -> list[Row]:
+    """Of the `others`, with the key of a row that has evicted, the beginnings of its text beyond `MOST`.
+
+    The first to go is the one without which the fewest tokens lie between two others, but for the newest ones.
+    """
+    if row.holds_all:
+        return []
+    sizes, found = len(row.tokens), list[Row]()
+    begins = [each for each in others if not each.holds_all and not each.has_logits and len(each.tokens) < sizes]
+    begins = sorted((each for each in begins if each.begins(row.tokens)), key=_size)
+    while len(begins) > MOST:
+        ends = [0, *map(_size, begins), sizes]
+        at = min(range(len(begins) - NEWEST), key=lambda at: ends[at + 2] - ends[at])
+        found.append(begins.pop(at))
+    return found
+
+
+def _size(row: PrefixText) -> int:
+    return len(row.tokens)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

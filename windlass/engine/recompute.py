@@ -21,6 +21,7 @@ from windlass.core.errors import UsageError, check_kind, real_number, whole_numb
 from windlass.core.parse import MAX_NUMBER, near_to, parse_spec
 from windlass.core.positions import EMPTY
 from windlass.core.step import Pass, Step
+from windlass.engine.text import shared
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
 
@@ -235,17 +236,6 @@ def divergence(
 GRAM: Final = 8  # tokens by which equal runs are found
 LEAST: Final = 2 * GRAM  # tokens of a run that is worth a pass of its own around it
 STRETCH: Final = 64
-
-
-def shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """The number of first tokens that both share."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 1:  # the first that differs is from `low` up to `high`
-        middle = (low + high) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
-    return low
 
 
 def _extension(one: tuple[int, ...], first: int, other: tuple[int, ...], second: int) -> int:

@@ -197,8 +197,7 @@ class Lane:
         is_whole = holds_all(cache) >= cache.tokens_seen[0]  # else its tokens are to lie as beside other rows
         if self._takes_over or (is_whole and not self._index and cache.options.rollback == self.options.rollback):
             self.cache, self._index, self._idle_steps = cache, {row: 0}, 0
-            if self._keeps_room:
-                cache.keep_room(is_whole)
+            cache.keep_room(self._keeps_room and is_whole)
             return
         rows = self._rows_for(len(self._index) + 1)
         if rows > self.cache.batch_size or (rows < self.cache.batch_size and not self._index):
@@ -447,8 +446,10 @@ class ActiveRequest(RowSource):
     def usage(self) -> Usage:
         """Usage until now. Asks the device."""
         cache, row = self.cache, self.index
-        held = [layer.positions[row] for layer in cache.layers_to_read if not layer.is_empty]
-        kept = max((int((positions >= 0).sum(-1).max()) for positions in held), default=0)
+        kept = self.seen
+        if holds_all(cache, row) < kept:
+            held = [layer.positions[row] for layer in cache.layers_to_read if not layer.is_empty]
+            kept = max((int((positions >= 0).sum(-1).max()) for positions in held), default=0)
         evicted = max(self.seen - kept, 0)
         recalled = min(cache.options.recall, evicted)
         prompt = len(self.ticket.request.prompt)

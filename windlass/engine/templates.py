@@ -10,17 +10,16 @@ without them where it is not, as `windlass.stream` does.
 """
 
 import json
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby, product
+from itertools import groupby, product, takewhile
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, final
 
 from transformers import PreTrainedTokenizerBase
 
 from windlass.core.errors import UsageError
-from windlass.engine.text import encode
+from windlass.engine.text import TokenizedText, encode, shared
 
 AnyMessage = Mapping[str, Any]
 Messages = list[dict[str, Any]]
@@ -152,7 +151,7 @@ def _marked(messages: Messages, tools: Tools) -> tuple[Messages, Tools, list[str
         return {**given, "function": {"name": mark(), "arguments": arguments}}
 
     sample = []
-    for each in messages:
+    for each in _without_repeats(messages):
         content = each["content"] and "text"
         if each["role"] == "tool" or (each["role"] == "system" and content):
             content = mark()
@@ -161,6 +160,22 @@ def _marked(messages: Messages, tools: Tools) -> tuple[Messages, Tools, list[str
             sample[-1]["tool_calls"] = [call(one) for one in each["tool_calls"]]
     named = [{**each, "function": {**each["function"], "name": mark()}} for each in tools]
     return sample, named, marks
+
+
+def _without_repeats(messages: Messages) -> Messages:
+    """The messages without a middle part, where these are many of the kinds that the others are, in the same order."""
+    if len(messages) <= MOST:
+        return messages
+    kinds, part = [*map(_kind, messages)], MOST // 4
+    first, last = part, len(messages) - part
+    cut = next((at for at in range(first, 2 * part) if kinds[at] == kinds[last]), None)
+    is_known = cut is not None and {*kinds} <= {*kinds[:cut], *kinds[last:]}
+    return [*messages[:cut], *messages[last:]] if is_known else messages
+
+
+def _kind(message: AnyMessage) -> tuple[Any, ...]:
+    calls = (isinstance(each["function"]["arguments"], Mapping) for each in message.get("tool_calls", ()))
+    return message["role"], bool(message["content"]), (*message,), (*calls,)
 
 
 def _with_calls(message: dict[str, Any], how: str) -> dict[str, Any]:
@@ -355,7 +370,9 @@ def _bare(text: str) -> str:
     return "".join(text.split())
 
 
-MOST: Final = 256  # ends of a prompt: each takes a rendering of its messages
+MOST: Final = 256  # ends of a prompt that each take a rendering of all messages before it
+NEAR: Final = 16  # messages before any other end that are rendered
+PROMPTS: Final = 8  # whose ends are known
 HEAD: Final = ("system", "developer", "tool")  # roles of messages that belong to the head, before all others
 Render = Callable[[Sequence[AnyMessage]], str]
 """Render a conversation by the template, without the start of a reply. May raise anything."""
@@ -380,25 +397,80 @@ def renderer(
     return render
 
 
-def message_ends(
-    tokenizer: PreTrainedTokenizerBase, render: Render, messages: Sequence[AnyMessage], text: str
-) -> tuple[int, ...]:
-    """The number of tokens of `text`, the prompt of a conversation, before the end of each of its first messages.
+@dataclass(frozen=True)
+class RenderedMessages:
+    """Messages of a prompt, and the characters of its text before the end of each of them, where known."""
 
-    A message that ends within a token is left out, as is one whose end the template does not tell. A tokenizer without
-    offsets tells none.
+    messages: Sequence[AnyMessage]
+    text: str
+    ends: tuple[int | None, ...] = ()
+
+    def ends_in(self, messages: Sequence[AnyMessage], text: str) -> tuple[int | None, ...]:
+        """The ends that another prompt has too, up to the first message that differs."""
+        pairs = enumerate(zip(self.messages, messages, strict=False))
+        same = next((at for at, (own, other) in pairs if own != other), min(len(self.messages), len(messages)))
+        most = shared(self.text, text)
+        return tuple(takewhile(lambda end: end is None or end <= most, self.ends[:same]))
+
+
+@final
+class MessageEnds:
+    """The ends of messages in prompts. Those that one of the latest prompts began with are not searched again."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, list[RenderedMessages]] = {}
+
+    def of(self, render: Render, key: str, messages: Sequence[AnyMessage], text: str) -> tuple[int | None, ...]:
+        """The characters of `text`, the prompt of a conversation, before the end of each of its messages.
+
+        None: the template does not tell it. `key`: everything else that `render` depends on.
+        """
+        known = self._held.pop(key, [])
+        found = [each.ends_in(messages, text) for each in known]
+        base = max(range(len(found)), key=lambda at: len(found[at]), default=None)
+        ends = [] if base is None else [*found[base]]
+        while len(ends) < len(messages):
+            ends.append(_end_of(render, messages, ends, text))
+        is_longer = base is not None and len(found[base]) == len(known[base].messages)
+        rest = [each for at, each in enumerate(known) if at != base or not is_longer]
+        self._held[key] = [*rest, RenderedMessages(tuple(messages), text, tuple(ends))][-PROMPTS:]
+        while len(self._held) > PROMPTS:
+            del self._held[next(iter(self._held))]
+        return tuple(ends)
+
+
+def _end_of(render: Render, messages: Sequence[AnyMessage], ends: Sequence[int | None], text: str) -> int | None:
+    """The end of the message behind those with these `ends`. Behind many, it follows from the messages near it."""
+    count = len(ends) + 1
+    if count <= MOST:
+        return _begins(render, messages[:count], text)
+    before = next((at for at in range(count - 1, count - NEAR, -1) if ends[at - 1] is not None), None)
+    users = (at for at in range(count - 2, count - NEAR, -1) if messages[at]["role"] == "user")
+    first = None if before is None else next((at for at in users if at < before), None)
+    if before is None or first is None:
+        return None
+    head = [*takewhile(lambda each: each["role"] in HEAD, messages)]
+    try:
+        shorter, longer = (render([*head, *messages[first:end]]) for end in (before, count))
+    except Exception:  # a template is a program of the model's authors, and may raise anything
+        return None
+    end = ends[before - 1]
+    if end is None or not longer.startswith(shorter) or not text.startswith(longer[len(shorter) :], end):
+        return None
+    return end + len(longer) - len(shorter)
+
+
+def message_ends(
+    tokenizer: PreTrainedTokenizerBase, text: TokenizedText, characters: Sequence[int | None]
+) -> tuple[int, ...]:
+    """The number of tokens before the end of each message, from the number of characters before it, where known.
+
+    A message that ends within a token is left out. A tokenizer without offsets tells none.
     """
-    if not tokenizer.is_fast:
-        return ()
-    offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
-    starts = [*accumulate((start for start, _ in offsets), max)]
     found = list[int]()
-    for count in range(1, min(len(messages), MOST) + 1):
-        begins = _begins(render, messages[:count], text)
-        if begins is None:
-            continue
-        tokens = bisect_left(starts, begins)
-        if tokens > max(found, default=0) and max(end for _, end in offsets[:tokens]) <= begins:
+    for each in characters if tokenizer.is_fast else ():
+        tokens = None if each is None else text.tokens_before(each)
+        if tokens is not None and tokens > max(found[-1:], default=0):
             found.append(tokens)
     return tuple(found)
 

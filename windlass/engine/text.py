@@ -2,10 +2,13 @@
 
 import codecs
 import re
-from collections.abc import Sequence
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Final
+from itertools import accumulate, islice
+from typing import Final, final
 
 from transformers import PreTrainedTokenizerBase
 
@@ -196,3 +199,95 @@ def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], hidden: 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """The ids of special tokens by their text."""
     return {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def shared(one: tuple[int, ...] | str, other: tuple[int, ...] | str) -> int:
+    """The number of first tokens, or characters, that both share."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # the first that differs is from `low` up to `high`
+        middle = (low + high) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
+    return low
+
+
+REMEMBERED: Final = 8  # texts
+LEAST: Final = 4096  # characters of a text that is worth it
+NEAR: Final = 256  # characters behind a special token that might make it a part of a longer one
+
+
+@dataclass(frozen=True)
+class TokenizedText:
+    """A text and its tokens. `starts` and `ends`: of each token, the characters before the last that has begun, and
+    before the last that has ended. `cuts`: tokens that no text before them changes, nor the text behind them."""
+
+    text: str
+    ids: tuple[int, ...]
+    starts: "array[int]"
+    ends: "array[int]"
+    cuts: "array[int]"
+
+    def tokens_before(self, characters: int) -> int | None:
+        """The number of tokens of the first so many characters. None: one of them goes on behind these."""
+        tokens = bisect_left(self.starts, characters)
+        return tokens if not tokens or self.ends[tokens - 1] <= characters else None
+
+
+@final
+class PromptEncoder:
+    """Tokenizes prompts. A long one that begins as one of the latest did is tokenized from its end on.
+
+    Tokenizers cut a text at special tokens first, and read the texts between them one by one.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer, self._held = tokenizer, list[TokenizedText]()  # least recently used first
+        with_start, without = encode(tokenizer, "a", True), encode(tokenizer, "a", False)
+        is_open = with_start[len(with_start) - len(without) :] == without  # nothing is put behind a text
+        added = tokenizer.added_tokens_decoder.items() if is_open and tokenizer.is_fast else ()
+        self._special = {number for number, each in added if each.special and not (each.single_word or each.normalized)}
+
+    def tokenized(self, text: str) -> TokenizedText:
+        """A text as a prompt begins with it."""
+        if not text:
+            return TokenizedText(text, (), *(array("i") for _ in range(3)))
+        known = [(shared(each.text, text), each) for each in self._held] if len(text) >= LEAST else []
+        same, base = max(known, key=lambda pair: pair[0], default=(0, None))
+        found = self._after(base, same, text) if base is not None else None
+        if found is None:
+            found = self._joined(TokenizedText(text, (), *(array("i") for _ in range(3))), text, 0)
+        if len(text) >= LEAST:
+            self._held = [each for each in self._held if each is not base or same < len(each.text)][-REMEMBERED + 1 :]
+            self._held.append(found)
+        return found
+
+    def _after(self, base: TokenizedText, same: int, text: str) -> TokenizedText | None:
+        """A text that has its first `same` characters in common with `base`. None: they have no cut."""
+        at = bisect_right(base.cuts, same - NEAR, key=lambda cut: base.ends[cut]) - 1
+        if at < 0:
+            return None
+        cut = base.cuts[at]
+        before = TokenizedText(text, base.ids[:cut], base.starts[:cut], base.ends[:cut], base.cuts[:at])
+        found = self._joined(before, text, base.starts[cut])
+        return found if found.ids[cut] == base.ids[cut] else None
+
+    def _joined(self, before: TokenizedText, text: str, start: int) -> TokenizedText:
+        """The tokens `before`, and those of the text from `start` on."""
+        is_fast, done = self._tokenizer.is_fast, len(before.ids)
+        rest = self._tokenizer(text[start:], add_special_tokens=not done, return_offsets_mapping=is_fast)
+        ids = rest["input_ids"]
+        spans = [(first + start, end + start) for first, end in rest["offset_mapping"]] if is_fast else []
+        cuts = (at + done for at, each in enumerate(ids) if each in self._special and spans)
+        return TokenizedText(
+            text,
+            (*before.ids, *ids),
+            before.starts + _reached(before.starts, (first for first, _ in spans)),
+            before.ends + _reached(before.ends, (end for _, end in spans)),
+            before.cuts + array("i", cuts),
+        )
+
+
+def _reached(before: "array[int]", then: Iterable[int]) -> "array[int]":
+    """The largest number up to each of `then`."""
+    return array("i", islice(accumulate(then, max, initial=before[-1] if before else 0), 1, None))

@@ -12,9 +12,10 @@ import stat
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import torch
@@ -64,6 +65,7 @@ from windlass.positions.modes import MODES
 from windlass.stores.formats import KEY_MEANS, STORES, Plain
 
 KIND: Final = "windlass prompt cache"
+SEGMENT: Final = "tokens that can be recalled"  # contents of a file of one segment
 FIELDS: Final = {"kind", "version", "checksum", "contents"}  # of the metadata
 MAX_HEADER_BYTES: Final = 16 * 2**20
 DTYPES: Final = {
@@ -106,8 +108,14 @@ def _is_full(error: BaseException) -> bool:
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
 
 
-def read(path: Path, check: Callable[[Header, Mapping[str, TensorSpec]], Checked]) -> tuple[Checked, dict[str, Tensor]]:
+def read(
+    path: Path,
+    check: Callable[[Header, Mapping[str, TensorSpec]], Checked],
+    before: Mapping[str, Tensor] = MappingProxyType({}),
+) -> tuple[Checked, dict[str, Tensor]]:
     """Read a file: the result of `check` for its header and the layouts of all tensors, then copies of the tensors.
+
+    Tokens of `before` stand before those of the tensor with their name.
 
     No tensor is read before `check` has passed, nor more of the rest than `MAX_HEADER_BYTES`.
 
@@ -117,12 +125,70 @@ def read(path: Path, check: Callable[[Header, Mapping[str, TensorSpec]], Checked
     with _opened(path) as (metadata, file):
         names = file.keys()
         header = Header.parsed(metadata["contents"])
-        checked = check(header, {name: _layout(name, file) for name in names})
+        checked = check(header, {name: _behind(_layout(name, file), before.get(name)) for name in names})
         # Copies: the file is mapped into memory, and may change or vanish later.
         tensors = {name: file.get_tensor(name).clone() for name in names}
     if checksum(metadata["contents"], tensors) != metadata["checksum"]:
         raise InconsistentFile("its contents do not fit its checksum")
-    return checked, tensors
+    return checked, tensors | {name: torch.cat([part, tensors[name]], 2) for name, part in before.items()}
+
+
+def _behind(own: TensorSpec, before: Tensor | None) -> TensorSpec:
+    """The layout of a tensor behind the tokens `before` it."""
+    if before is None:
+        return own
+    heads, tokens, width = own.shape[:2], own.shape[2], own.shape[3:]
+    if own.dtype != before.dtype or (heads, width) != (before.shape[:2], before.shape[3:]):
+        raise InconsistentFile("its recalled tokens have another layout than those of the file before it")
+    return TensorSpec((*heads, before.shape[2] + tokens, *width), own.dtype)
+
+
+Segments = Sequence[tuple[int, str]]  # ends and numbers of parts of the tokens that can be recalled
+
+
+@dataclass(frozen=True)
+class RecalledBefore:
+    """First tokens that can be recalled, which are not in their cache's file, by the names that they have there."""
+
+    segments: Segments
+    tensors: Mapping[str, Tensor]
+
+
+def settled(cache: ModelCache) -> Segments:
+    """The first tokens that a cache of one row can recall, in segments that do not change any more, if all layers have
+    them alike."""
+    stores = [layer.table.recall for layer in cache.layers if layer.table.recall is not None]
+    if cache.heads is not None or not stores or any(each.is_empty for each in stores):
+        return ()
+    first, *others = (each.settled() for each in stores)
+    ends = [end for end, _ in first]
+    return first if all([end for end, _ in each] == ends for each in others) else ()
+
+
+def save_segment(cache: ModelCache, path: Path, start: int, stop: int) -> None:
+    """Write the tokens of one segment. Raises: PromptCacheError when it cannot be written."""
+    tensors = {
+        f"layers.{index}.{name}": part.cpu().contiguous()
+        for index, layer in enumerate(cache.layers)
+        if layer.table.recall is not None
+        for name, part in layer.table.recall.settled_tensors(start, stop).items()
+    }
+    write(path, tensors, SEGMENT)
+
+
+def read_segments(segments: Segments, paths: Sequence[Path]) -> RecalledBefore:
+    """The tokens of segments in these files. Raises: PromptCacheError for a file that is missing or damaged."""
+    parts: dict[str, list[Tensor]] = {}
+    for path in paths:
+        with _opened(path) as (metadata, file):
+            names = file.keys()
+            tensors = {name: file.get_tensor(name).clone() for name in names}
+        is_sound = metadata["contents"] == SEGMENT and checksum(SEGMENT, tensors) == metadata["checksum"]
+        if not is_sound or any(part.dim() != 4 for part in tensors.values()):
+            raise PromptCacheError(f"{path} is damaged: its contents do not fit its checksum. {AGAIN}")
+        for name, part in tensors.items():
+            parts.setdefault(name, []).append(part)
+    return RecalledBefore(segments, {name: torch.cat(each, 2) for name, each in parts.items()})
 
 
 @contextmanager
@@ -251,15 +317,19 @@ def memory_of(device: torch.device, /) -> int | None:
 
 
 def save(
-    cache: ModelCache, path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    cache: ModelCache,
+    path: str | Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    segments: Segments = (),
 ) -> None:
-    """Write `cache`, made for `model`. See `KVCache.save`."""
+    """Write `cache`, made for `model`. See `KVCache.save`. `segments`: parts that are in files of their own."""
     _check_path(path)
     if cache.is_rotated:
         raise UsageError("a cache of rotated keys can't be saved: files hold keys as they are before rotation")
     check_statistics(cache, PolicyHeader.of(cache.policy).name is not None)
     packed = {
-        number: layer.table.packed().tensors() | layer.table.recalled_tensors()
+        number: layer.table.packed().tensors() | layer.table.recalled_tensors(segments[-1][0] if segments else 0)
         for number, layer in enumerate(cache.layers)
     }
     packed = gather_heads(cache, packed)
@@ -282,6 +352,7 @@ def load(
     policy: str | Policy | None,
     recall_folder: str | Path | None,
     tokenizer: PreTrainedTokenizerBase | None,
+    before: RecalledBefore | None = None,
 ) -> Made:
     """The cache that `save` wrote, in an empty one of `make`. See `KVCache.load`."""
     heads = attached(model).heads
@@ -300,7 +371,7 @@ def load(
         return header, options, plans
 
     try:
-        (header, options, plans), tensors = read(path, check)
+        (header, options, plans), tensors = read(path, check, {} if before is None else before.tensors)
         check_rows(header, tensors, vocabulary_of(model))
         for plan in plans:
             check_layer(plan, header, options, tensors)
@@ -308,6 +379,9 @@ def load(
         raise PromptCacheError(f"{path} is damaged: {error}. {AGAIN}") from None
     tensors = own_heads(heads, tensors)
     cache = _empty_cache(model, options, tensors, make)
+    for layer in cache.layers:
+        if layer.table.recall is not None:
+            layer.table.recall.memory.planned = [] if before is None else [*before.segments]
     for plan in plans:
         held = {name: tensors[plan.prefix + name] for name in plan.layouts}
         held = {name: part if is_moved_later(name) else part.to(cache.device) for name, part in held.items()}

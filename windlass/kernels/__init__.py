@@ -39,7 +39,10 @@ from windlass.core.types import (
     LinearWeights,
     PerSlot,
     Queries,
+    RotaryKeys,
+    RotaryTable,
     SlotIndex,
+    SlotKeys,
     SlotPositions,
 )
 from windlass.kernels import cpu, reference, sdpa
@@ -60,11 +63,8 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     if call.sees_to is not None or call.picked is not None or call.seen_until is not None:
         return reference.attend(call)
     if _is_compiled(device) and cpu.can_read(call.queries, call.keys, call.values):
-        if call.queries.shape[2] <= cpu.MAX_TOKENS:
-            return cpu.attend(call)
-        if call.softcap is None:
-            return sdpa.attend(call)
-    elif _has_triton(device):
+        return cpu.attend(call) if call.softcap is not None or cpu.is_fastest(call) else sdpa.attend(call)
+    if _has_triton(device):
         from windlass.kernels import triton  # late: where there is no GPU, Triton itself is not imported
 
         if triton.can_read(call.queries, call.keys, call.values):
@@ -232,6 +232,32 @@ def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
         if triton.knows(keys):
             kernel = triton.mean_key_cosine
     return kernel(keys, positions)
+
+
+def rotated(states: Tensor, positions: RotaryKeys, tables: tuple[RotaryTable, RotaryTable]) -> Tensor | None:
+    """States (batch, heads, slots, channels), each rotated to its position, in float32. None: no backend has it."""
+    packed, batch, heads, slots = PackedStates(states), *states.shape[:3]
+    has_shape = positions.shape[0] == batch and positions.shape[1] in (1, heads) and positions.shape[2] == slots
+    has_tables = all(each.dtype is torch.float32 and each.is_contiguous() for each in tables)
+    if not (has_shape and has_tables and _is_compiled(states.device.type) and cpu.can_decode(packed, torch.float32)):
+        return None
+    return cpu.rotated(packed, positions, tables, slots, torch.float32)
+
+
+def expected_logits(keys: SlotKeys, means: Tensor, covariances: Tensor, cos: Tensor, sin: Tensor) -> Tensor | None:
+    """Logits of rotated keys for queries of a normal distribution, as `ExpectedAttention` has them. None: no backend.
+
+    `means` (batch, heads, channels) and symmetric `covariances` (batch, heads, channels, channels) are rotated by `cos`
+    and `sin` (batch, pairs) first. Returns (batch, kv_heads, group, slots).
+    """
+    is_known = _is_compiled(keys.device.type) and keys.numel() > 0
+    return cpu.expected_logits(keys, means, covariances, cos, sin) if is_known else None
+
+
+def redundancy(keys: PackedStates, positions: SlotPositions, order: SlotIndex, threshold: float) -> PerSlot | None:
+    """`policies.r_kv.redundancy`, or None where no backend has it. `order` is that of `argsort_positions`."""
+    is_known = _is_compiled(positions.device.type) and cpu.knows(keys) and positions.shape[1] == keys.data.shape[1]
+    return cpu.redundancy(keys, positions, order, threshold) if is_known else None
 
 
 def first_free(positions: SlotPositions, count: int) -> SlotIndex:

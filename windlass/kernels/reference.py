@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn import functional
-from torch.nn.functional import pad
 
 from windlass.core.inputs import (
     TILE,
@@ -41,7 +40,7 @@ from windlass.core.inputs import (
     words_of,
 )
 from windlass.core.parse import PAGE
-from windlass.core.positions import EMPTY, RESERVED, RotaryBranch, RotaryIndex, rotate
+from windlass.core.positions import EMPTY, RESERVED, RotaryBranch, RotaryIndex, rank_pinned, rotate
 from windlass.core.types import (
     Attended,
     AttendedTokens,
@@ -433,7 +432,8 @@ def recallable(call: PageInput) -> Tensor:
     """(batch, kv_heads, remembered): whether a token is part of the text, and in no slot of its head."""
     kv_heads, remembered = call.pieces[0].tiles.shape[1], call.positions.shape[1]
     kept = call.kept_index.long().expand(-1, kv_heads, -1)
-    is_text = pad(call.positions >= 0, (0, TILE))[:, None].expand(-1, kv_heads, -1)  # a place for tokens in no slot
+    is_text = functional.pad(call.positions >= 0, (0, TILE))  # a place for tokens in no slot
+    is_text = is_text[:, None].expand(-1, kv_heads, -1)
     return is_text.scatter(-1, kept.where(kept >= 0, remembered), False)[..., :remembered]
 
 
@@ -576,8 +576,9 @@ def _writes(held: PackedStates, states: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The tensors of slots, and their new content, which stands for these states."""
     if held.scales is None:
         return [(held.data, states)]
-    codes, scales = encode(states, held.means, held.group)
-    return [(held.data, codes), (held.scales, scales)]
+    (codes, scales), ring = encode(states, held.means, held.group), held.ring_index
+    beside = [] if ring is None else [(ring, torch.full_like(ring[..., :1], EMPTY))]
+    return [(held.data, codes), (held.scales, scales), *beside]
 
 
 def _recalled(
@@ -680,9 +681,8 @@ def _evict_lowest(
 ) -> tuple[SlotIndex, SlotIndex]:
     """Reserve the lowest slot of each row that is over budget. Returns the slots and their former positions."""
     starts = (new.next_positions - retention.window)[:, None, None]
-    score = _score(slots, retention.ranking, places, state, starts)
     order = EvictionInput(
-        score=score,
+        score=rank_pinned(_score(slots, retention.ranking, places, state, starts), places, new.pins),
         positions=places,
         next_positions=new.next_positions,
         sinks=retention.sinks,

@@ -11,6 +11,7 @@ from typing import Any
 
 from windlass.policies.base import Budgeter as Budgeter
 from windlass.policies.base import Initializer as Initializer
+from windlass.policies.base import LayersAsRows as LayersAsRows
 from windlass.policies.base import ModelSpecific as ModelSpecific
 from windlass.policies.base import Needs as Needs
 from windlass.policies.base import NewTokens as NewTokens

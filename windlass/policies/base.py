@@ -9,7 +9,8 @@ attention. `windlass/policies/base.py` has interfaces for special needs.
 You may rely on:
 1. `slots` are those of layer `slots.layer`, of `slots.layers`, and where its heads lie in groups, of its kv heads
    `slots.heads`. A token keeps its slot until it is evicted, except when the cache packs its slots, between a prompt
-   and the tokens generated after it, or sorts them, in `divide`.
+   and the tokens generated after it, or sorts them, in `divide`. With `LayersAsRows`
+   they are rows of several layers.
 2. State is 0 when its token is written, or the value of an `Initializer`, and moves with the token. State named "token"
    is the token's id. State written by `score` is kept in rows over budget only, as if each row were alone.
 3. `slots.statistics` holds the values that your `observe` put there. It is rolled back, saved and copied with its row.
@@ -244,6 +245,14 @@ class Recency(ABC):  # noqa: B024  # every member has a default
     """
 
     keeps_newest: bool = True
+
+
+class LayersAsRows(ABC):  # noqa: B024  # it has no members
+    """Ranks every layer by the same rule, and reads neither `slots.layer` nor `slots.heads`.
+
+    In decode all layers may then come in one call, as rows of one batch. A subclass may rank otherwise, so this
+    interface counts for a class that names it as a base itself, and where that is a wrapper, for the wrapped one too.
+    """
 
 
 class KernelPolicy(ABC):

@@ -9,14 +9,14 @@ from torch.nn.functional import avg_pool1d
 from windlass import kernels
 from windlass.core.errors import PolicyError
 from windlass.core.types import PerSlot, Scores
-from windlass.policies.base import Needs, Observation, Policy, Slots, gather_sorted, scatter_sorted
+from windlass.policies.base import LayersAsRows, Needs, Observation, Policy, Slots, gather_sorted, scatter_sorted
 from windlass.policies.leverage import Leverage
 
 BLOCK = 256  # positions of a text that look at one another
 
 
 @dataclass(frozen=True)
-class Compactor(Policy):
+class Compactor(Policy, LayersAsRows):
     """Keeps keys of high leverage, and tokens that all queries around them attend to, later or earlier ones.
 
     The second part is attention without a causal mask among the tokens of a block of 256, summed over its queries,

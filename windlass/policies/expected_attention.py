@@ -6,11 +6,13 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
+from windlass import kernels
 from windlass.core.errors import PolicyError
 from windlass.core.positions import rotate
 from windlass.core.types import Scores, SlotKeys
-from windlass.policies.base import Needs, Observation, Policy, Slots
+from windlass.policies.base import LayersAsRows, Needs, Observation, Policy, Slots
 
 COUNT: Final = "count"  # statistics: number of queries in the means of each row
 
@@ -54,7 +56,7 @@ def head_products(states: Tensor, keys: SlotKeys) -> Tensor:
 
 
 @dataclass(frozen=True)
-class ExpectedAttention(Policy):
+class ExpectedAttention(Policy, LayersAsRows):
     """Keeps the tokens that queries at the next `future` positions are expected to attend to.
 
     Queries are taken to be normally distributed. Their mean and covariance are measured before rotation, over the whole
@@ -95,37 +97,42 @@ class ExpectedAttention(Policy):
         # Welford's update: the difference from the old mean times the difference from the new mean.
         old = (queries - mean[:, :, None]).masked_fill(~is_counted, 0.0)
         new = (queries - slots.statistics["mean"][:, :, None]).masked_fill(~is_counted, 0.0)
-        products, added = old.mT @ new, is_counted.sum(2, keepdim=True)
         if covariance is None:
-            covariance = torch.zeros_like(products)
-        change = (products - added * covariance) / slots.statistics["count"][..., None].clamp(min=1)
-        slots.statistics["covariance"] = covariance + change
+            covariance = torch.zeros(*mean.shape, mean.shape[-1], device=mean.device)
+        count = slots.statistics["count"][..., None].clamp(min=1)
+        covariance = covariance * (1 - is_counted.sum(2, keepdim=True) / count)
+        covariance.flatten(0, 1).baddbmm_((old / count).flatten(0, 1).mT, new.flatten(0, 1))
+        slots.statistics["covariance"] = covariance
 
     def score(self, slots: Slots) -> Scores:
-        keys = slots.rotated_keys().float()
-        head_dim = keys.shape[-1]
-        mean = slots.statistics["mean"][:, :, None]
-        rotation = slots.step_angles()
-        if rotation is not None:
-            mean = rotate_ahead(slots, mean, *self._mean_rotation(*rotation))
-        logits = head_products(mean, keys) / head_dim**0.5
+        keys, mean = slots.rotated_keys().float(), slots.statistics["mean"]
+        cos, sin = self._turn(slots, keys.shape[-1])
+        logits = None
         if self.has_covariance:
-            covariance = slots.statistics["covariance"]
-            if rotation is not None:
-                for _ in range(2):  # rows, then columns
-                    covariance = rotate_ahead(slots, covariance, *self._mean_rotation(*rotation)).mT
-            # As in `products`, the heads of a kv head side by side.
-            side_by_side = covariance.unflatten(1, (keys.shape[1], -1)).transpose(2, 3).flatten(3)
-            spread = (keys @ side_by_side).unflatten(-1, (-1, head_dim)).mul_(keys.unsqueeze(3)).sum(-1)
-            logits = logits + spread.mT / (2 * head_dim)
+            logits = kernels.expected_logits(keys, mean, slots.statistics["covariance"], cos, sin)
+        if logits is None:
+            covariance = slots.statistics["covariance"] if self.has_covariance else None
+            logits = expected_logits(keys, mean, covariance, cos, sin)
         least, takes_part = torch.finfo(torch.float32).min, slots.positions >= self.skipped
         shares = logits.masked_fill(~takes_part[:, :, None], least).log_softmax(-1)
         expected = shares.logsumexp(2) - math.log(shares.shape[2])
         if self.epsilon:
             expected = torch.logaddexp(expected, torch.full_like(expected, math.log(self.epsilon)))
-        score = expected + slots.values().float().norm(dim=-1).log()
+        score = expected + vector_norm(slots.values(), dim=-1, dtype=torch.float32).log()
         top = score.masked_fill(~takes_part, least).amax(-1, keepdim=True)
         return torch.where(takes_part, score, top + 1)
+
+    def _turn(self, slots: Slots, channels: int) -> tuple[Tensor, Tensor]:
+        """Mean cos and sin (batch, pairs) of the rotations of each row to its next positions."""
+        rotation, batch = slots.step_angles(), len(slots.next_positions)
+        if rotation is None:
+            nothing = torch.zeros(batch, 0, device=slots.next_positions.device)
+            return nothing, nothing
+        pairs = len(rotation[0])
+        units = torch.zeros(batch, 1, 1, channels, device=slots.next_positions.device)
+        units[..., :pairs] = 1
+        ahead = rotate_ahead(slots, units, *self._mean_rotation(*rotation))[:, 0, 0]
+        return ahead[:, :pairs].contiguous(), ahead[:, pairs : 2 * pairs].contiguous()
 
     def _mean_rotation(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Mean cos and sin of the rotations by 1, 2, ... `future` positions, from those of one position."""
@@ -134,3 +141,18 @@ class ExpectedAttention(Policy):
         size = torch.where(sines == 0, 1.0, (self.future * half).sin() / (self.future * sines))
         angle = (self.future + 1) * half
         return (size * angle.cos()).float(), (size * angle.sin()).float()
+
+
+def expected_logits(keys: SlotKeys, mean: Tensor, covariance: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `kernels.expected_logits`, in plain PyTorch. Without a covariance (None) the mean query decides."""
+    cos, sin, head_dim = cos[:, None, None], sin[:, None, None], keys.shape[-1]
+    logits: Tensor = head_products(rotate(mean[:, :, None], cos, sin), keys) / head_dim**0.5
+    if covariance is None:
+        return logits
+    for _ in range(2):  # rows, then columns
+        covariance = rotate(covariance, cos, sin).mT
+    # As in `head_products`, the heads of a kv head side by side.
+    side_by_side = covariance.unflatten(1, (keys.shape[1], -1)).transpose(2, 3).flatten(3)
+    spread = (keys @ side_by_side).unflatten(-1, (-1, head_dim)).mul_(keys.unsqueeze(3)).sum(-1)
+    found: Tensor = logits + spread.mT / (2 * head_dim)
+    return found

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from windlass.core.inputs import Ranking
 from windlass.core.types import Scores
-from windlass.policies.base import KernelPolicy, Needs, Observation, Policy, Slots
+from windlass.policies.base import KernelPolicy, LayersAsRows, Needs, Observation, Policy, Slots
 
 
 @dataclass(frozen=True)
-class H2O(Policy, KernelPolicy):
+class H2O(Policy, KernelPolicy, LayersAsRows):
     """Keeps the tokens that received the most attention since they were written.
 
     Source: Zhang et al. 2023 (arXiv:2306.14048), algorithm 1.

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from windlass import kernels
 from windlass.core.inputs import Ranking
 from windlass.core.types import Scores
-from windlass.policies.base import KernelPolicy, Policy, Slots
+from windlass.policies.base import KernelPolicy, LayersAsRows, Policy, Slots
 
 
 @dataclass(frozen=True)
-class KeyDiff(Policy, KernelPolicy):
+class KeyDiff(Policy, KernelPolicy, LayersAsRows):
     """Keeps the tokens whose keys differ most from the mean direction of all keys held.
 
     Needs no attention weights, so it costs the same at any chunk.

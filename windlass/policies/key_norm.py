@@ -6,11 +6,11 @@ import torch
 from torch.linalg import vector_norm
 
 from windlass.core.types import Scores
-from windlass.policies.base import Policy, Slots
+from windlass.policies.base import LayersAsRows, Policy, Slots
 
 
 @dataclass(frozen=True)
-class KeyNorm(Policy):
+class KeyNorm(Policy, LayersAsRows):
     """Keeps the tokens whose keys have the smallest L2 norm.
 
     Source: Devoto et al. 2024 (arXiv:2406.11430), section 3.

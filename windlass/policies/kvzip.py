@@ -6,11 +6,11 @@ import torch
 
 from windlass.core.errors import PolicyError
 from windlass.core.types import Scores
-from windlass.policies.base import Needs, Observation, OneShot, Policy, Slots
+from windlass.policies.base import LayersAsRows, Needs, Observation, OneShot, Policy, Slots
 
 
 @dataclass(frozen=True)
-class KVzip(Policy, OneShot):
+class KVzip(Policy, OneShot, LayersAsRows):
     """Keeps the tokens that the model attends to when it reads the same text a second time.
 
     `engine.prefill` holds a first text whole, feeds it to the model again in chunks of `scoring_chunk` tokens, drops

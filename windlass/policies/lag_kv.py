@@ -9,8 +9,8 @@ from torch.linalg import vector_norm
 
 from windlass import kernels
 from windlass.core.errors import PolicyError
-from windlass.core.types import Scores
-from windlass.policies.base import Needs, Policy, Slots, gather_sorted, scatter_sorted
+from windlass.core.types import Scores, SlotIndex
+from windlass.policies.base import LayersAsRows, Needs, Policy, Slots, gather_sorted, scatter_sorted
 
 MIN_RANGE: Final = 1e-6  # of a channel over a block: where tokens are repeated it is 0
 UNRANKED: Final = 2.0  # above all ranks
@@ -20,7 +20,7 @@ LAG_END: Final = "lag_end"  # state: the end of the last whole block when the ra
 
 
 @dataclass(frozen=True)
-class LagKV(Policy):
+class LagKV(Policy, LayersAsRows):
     """Keeps the tokens whose keys and values spread most, measured by the ranges of the block that follows.
 
     The text after the sinks is cut into blocks of `lag` positions. Whenever a token follows a whole block, the tokens
@@ -47,20 +47,22 @@ class LagKV(Policy):
         # Without the newest token: a chunk that ends with a block evicts by the same ranks as steps of one within it.
         read = slots.next_positions[:, None, None] - 1
         block_end = read - (read - slots.sinks).remainder(self.lag)
-        blocks = -(-score.shape[-1] // self.lag)
-        if blocks > 1:
-            found, is_ranked = self._ranks(slots, block_end, blocks)
-            is_new = is_ranked & (known_end != block_end)
-            score.copy_(found.where(is_new, score))
-            known_end.copy_(block_end.where(is_new, known_end))
-        return score.masked_fill(known_end == 0, UNRANKED)
-
-    def _ranks(self, slots: Slots, block_end: Tensor, blocks: int) -> tuple[Scores, Tensor]:
-        """The rank of each token up to `block_end` in its block, from 0 to 1, and which have a block after theirs."""
         order = kernels.argsort_positions(slots.positions)
         # Free slots have negative positions.
         sinks = ((slots.positions >= 0) & (slots.positions < slots.sinks)).sum(-1, keepdim=True)
         last = ((slots.positions >= 0) & (slots.positions < block_end)).sum(-1, keepdim=True)
+        place = torch.arange(order.shape[-1], device=order.device)
+        has_block_after = (place >= sinks) & (place < last - self.lag)
+        is_new = torch.empty_like(has_block_after).scatter_(-1, order, has_block_after) & (known_end != block_end)
+        # On a CPU it is cheap to ask, and mostly no block has ended.
+        if not is_new.is_cpu or bool(is_new.any()):
+            score.copy_(self._ranks(slots, order, sinks, last).where(is_new, score))
+            known_end.copy_(block_end.where(is_new, known_end))
+        return score.masked_fill(known_end == 0, UNRANKED)
+
+    def _ranks(self, slots: Slots, order: SlotIndex, sinks: Tensor, last: Tensor) -> Scores:
+        """The rank from 0 to 1 of each token in its block, where another one of the first `last` tokens follows."""
+        blocks = max(2, -(-order.shape[-1] // self.lag))
         # Blocks are counted back from `block_end`: the first cells may have no token.
         padding = blocks * self.lag - last
         place = torch.arange(blocks * self.lag, device=order.device) - padding
@@ -73,10 +75,7 @@ class LagKV(Policy):
         found = (ranks + 0.5) / (self.lag - empty).clamp(min=1) + shares / self.lag
         found = found.masked_fill(~is_token, UNRANKED).flatten(2)
         cell = torch.arange(order.shape[-1], device=order.device) + padding
-        measured = found.shape[-1]
-        by_place = found.gather(-1, cell.clamp(max=measured - 1))
-        by_slot = scatter_sorted(by_place.masked_fill(cell >= measured, UNRANKED), order)
-        return by_slot, by_slot < UNRANKED
+        return scatter_sorted(found.gather(-1, cell.clamp(max=found.shape[-1] - 1)), order)
 
     def _shares(self, states: Tensor, index: Tensor, is_token: Tensor) -> Tensor:
         """Shares of each block but the last: (batch, kv_heads, blocks - 1, lag), with -1 in cells of no token."""

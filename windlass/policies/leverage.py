@@ -8,11 +8,11 @@ from torch import Tensor
 
 from windlass.core.errors import PolicyError
 from windlass.core.types import Scores
-from windlass.policies.base import Policy, Slots
+from windlass.policies.base import LayersAsRows, Policy, Slots
 
 
 @dataclass(frozen=True)
-class Leverage(Policy):
+class Leverage(Policy, LayersAsRows):
     """Keeps the tokens whose keys have the highest statistical leverage: outliers in any direction.
 
     A key's leverage is its own weight when ridge regression on all keys held reproduces it. Heads wider than

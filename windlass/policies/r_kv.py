@@ -3,23 +3,23 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from windlass import kernels
 from windlass.core.errors import PolicyError
-from windlass.core.types import Scores
-from windlass.policies.base import Needs, Observation, Policy, Slots, gather_sorted, scatter_sorted
+from windlass.core.inputs import PackedStates
+from windlass.core.types import PerSlot, Scores, SlotIndex, SlotPositions
+from windlass.policies.base import LayersAsRows, Needs, Observation, Policy, Slots, gather_sorted, scatter_sorted
 
 BLOCK_BYTES = 4 * 2**20  # of cosines alive at once: few enough for the cache of a CPU
 
 
 @dataclass(frozen=True)
-class RKV(Policy):
+class RKV(Policy, LayersAsRows):
     """Keeps tokens that the last queries attended to, unless other keys held are similar to theirs.
 
     Of near duplicates, keys of a cosine above `threshold`, the newest loses least and survives. `importance` is the
-    weight of attention, the rest that of redundancy. Every step that evicts compares all keys held with one another.
+    weight of attention, the rest that of redundancy. Every step that evicts compares the keys held with one another.
 
     Source: R-KV, Cai et al. 2025 (arXiv:2505.24133).
     Differs: compares un-rotated keys, so a repetition far away counts as one nearby does. Works at any step, with
@@ -56,23 +56,33 @@ class RKV(Policy):
         is_held = (slots.positions >= 0).gather(-1, order)
         votes = slots.state["votes"].gather(-1, order) * is_held
         pooled = max_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
-        keys = normalize(gather_sorted(slots.keys(), order).float(), dim=-1) * is_held[..., None]
-        near = self._nearness(keys) / is_held.sum(-1, keepdim=True).clamp(min=1)
+        keys = slots.packed_keys()
+        alike = kernels.redundancy(keys, slots.positions, order, self.threshold)
+        if alike is None:
+            alike = redundancy(keys, slots.positions, order, self.threshold)
+        near = alike.gather(-1, order) / is_held.sum(-1, keepdim=True).clamp(min=1)
         # Sums over slots round by the number of slots, which must not change the eviction.
         near = ((near * 2**16).round() / 2**16).masked_fill(~is_held, torch.finfo(torch.float32).min)
         score = self.importance * pooled - (1 - self.importance) * near.softmax(-1)
         return scatter_sorted(score, order)
 
-    def _nearness(self, keys: Tensor) -> Tensor:
-        """Per key, in the order of the text, the sum of its cosines with the others, without those that are exempt."""
-        ranks = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
-        total = (keys.sum(2, keepdim=True) @ keys.mT).squeeze(2) - keys.square().sum(-1)
-        block = max(1, BLOCK_BYTES // (4 * total.numel()))
-        for start in range(0, len(ranks), block):
-            cosines = keys[:, :, start : start + block] @ keys.mT
-            cosines.diagonal(start, 2, 3).zero_()
-            newest = torch.where(cosines > self.threshold, ranks, -1).amax(-1, keepdim=True)
-            index = newest.clamp(min=0).long()
-            exempt = cosines.gather(-1, index).masked_fill_(newest < 0, 0.0)
-            total.scatter_add_(-1, index.squeeze(-1), -exempt.squeeze(-1))
-        return total
+
+def redundancy(states: PackedStates, positions: SlotPositions, order: SlotIndex, threshold: float) -> PerSlot:
+    """Per slot, the sum of its key's cosines with the other keys held, without those that are exempt.
+
+    Each key exempts the newest other one whose cosine with it is above `threshold`. `order` is that of the text. A free
+    slot gets 0.
+    """
+    is_held = (positions >= 0).gather(-1, order)
+    keys = normalize(gather_sorted(states.floats().float(), order), dim=-1) * is_held[..., None]
+    ranks = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
+    total = (keys.sum(2, keepdim=True) @ keys.mT).squeeze(2) - keys.square().sum(-1)
+    block = max(1, BLOCK_BYTES // (4 * total.numel()))
+    for start in range(0, len(ranks), block):
+        cosines = keys[:, :, start : start + block] @ keys.mT
+        cosines.diagonal(start, 2, 3).zero_()
+        newest = torch.where(cosines > threshold, ranks, -1).amax(-1, keepdim=True)
+        index = newest.clamp(min=0).long()
+        exempt = cosines.gather(-1, index).masked_fill_(newest < 0, 0.0)
+        total.scatter_add_(-1, index.squeeze(-1), -exempt.squeeze(-1))
+    return scatter_sorted(total, order)

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from windlass.core.types import Scores
-from windlass.policies.base import Policy, Slots
+from windlass.policies.base import LayersAsRows, Policy, Slots
 
 
 @dataclass(frozen=True)
-class Random(Policy):
+class Random(Policy, LayersAsRows):
     """Evicts uniformly at random, per head. By default only tokens generated after the prompt.
 
     A prompt that alone exceeds the budget is thinned at random as well. The choice depends on `seed`, the token's

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from windlass.core.inputs import Ranking
 from windlass.core.types import Scores
-from windlass.policies.base import KernelPolicy, Needs, Policy, Recency, Slots
+from windlass.policies.base import KernelPolicy, LayersAsRows, Needs, Policy, Recency, Slots
 
 
 @dataclass(frozen=True)
-class Recent(Policy, Recency, KernelPolicy):
+class Recent(Policy, Recency, KernelPolicy, LayersAsRows):
     """Keeps the first `sinks` and the newest tokens.
 
     Source: StreamingLLM, Xiao et al. 2023 (arXiv:2309.17453).

@@ -9,11 +9,11 @@ from windlass import kernels
 from windlass.core.errors import PolicyError
 from windlass.core.inputs import Ranking
 from windlass.core.types import Scores
-from windlass.policies.base import KernelPolicy, Needs, Observation, Policy, Slots
+from windlass.policies.base import KernelPolicy, LayersAsRows, Needs, Observation, Policy, Slots
 
 
 @dataclass(frozen=True)
-class SnapKV(Policy, KernelPolicy):
+class SnapKV(Policy, KernelPolicy, LayersAsRows):
     """Keeps the tokens that the last queries attended to, with their neighbours in the text.
 
     A token ranks by the most votes among the `pool` tokens around it, or with `is_mean` by their mean. Votes for the

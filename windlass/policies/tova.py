@@ -6,11 +6,11 @@ import torch
 
 from windlass.core.inputs import Ranking
 from windlass.core.types import Scores
-from windlass.policies.base import KernelPolicy, Needs, Observation, Policy, Slots
+from windlass.policies.base import KernelPolicy, LayersAsRows, Needs, Observation, Policy, Slots
 
 
 @dataclass(frozen=True)
-class TOVA(Policy, KernelPolicy):
+class TOVA(Policy, KernelPolicy, LayersAsRows):
     """Evicts the token that the newest query attends to least, alike for all heads.
 
     Source: Oren et al. 2024 (arXiv:2401.06104), section 3.

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from windlass.core.errors import PolicyError
 from windlass.core.types import Scores
-from windlass.policies.base import Needs, Observation, Policy, Slots
+from windlass.policies.base import LayersAsRows, Needs, Observation, Policy, Slots
 from windlass.policies.expected_attention import head_products, is_from, rotate_ahead, update_means
 
 
 @dataclass(frozen=True)
-class TriAttention(Policy):
+class TriAttention(Policy, LayersAsRows):
     """Keeps the tokens that the mean query attends to most, over distances that grow up to `reach`.
 
     Each channel pair rotates with the distance at its own speed, so the mean query and a key give the attention

@@ -13,6 +13,7 @@ from windlass.core.types import Scores
 from windlass.policies.base import (
     Budgeter,
     KernelPolicy,
+    LayersAsRows,
     ModelSpecific,
     Needs,
     Observation,
@@ -79,8 +80,14 @@ def ranking_of(policy: Policy) -> Ranking | None:
     return policy.ranking if isinstance(policy, KernelPolicy) and "ranking" in vars(type(policy)) else None
 
 
+def ranks_layers_as_rows(policy: Policy) -> bool:
+    """Return True if several layers may be ranked in one call, as rows of one batch."""
+    is_own = LayersAsRows in type(policy).__bases__
+    return is_own and (not isinstance(policy, Wrapper) or ranks_layers_as_rows(policy.policy))
+
+
 @dataclass(frozen=True)
-class ByValueNorm(Wrapper):
+class ByValueNorm(Wrapper, LayersAsRows):
     """Ranks by another policy, times the norm of the token's value, the most that it can add to the output.
 
     Source: VATP, Guo et al. 2024 (arXiv:2406.12335).
@@ -103,7 +110,7 @@ class ByValueNorm(Wrapper):
 
 
 @dataclass(frozen=True)
-class Smoothed(Wrapper):
+class Smoothed(Wrapper, LayersAsRows):
     """Ranks by a mean over the steps of another policy's scores, older ones fading by `decay` a step.
 
     A token's first score counts in full. Steps that evict nothing are not scored.
@@ -136,7 +143,7 @@ class Smoothed(Wrapper):
 
 
 @dataclass(frozen=True)
-class InChunks(Wrapper):
+class InChunks(Wrapper, LayersAsRows):
     """Ranks by the mean of another policy's scores over the tokens held of a chunk of `size` positions.
 
     So neighbours in the text are kept or evicted together. A chunk that is evicted in part loses its older tokens
@@ -167,7 +174,7 @@ class InChunks(Wrapper):
 
 
 @dataclass(frozen=True)
-class InGroups(Wrapper):
+class InGroups(Wrapper, LayersAsRows):
     """Shrinks groups of `group` neighbours to their newest token. The group with the lowest best score comes first.
 
     A group is the positions that `self_extend(group, window)` reads at one position. With `merge="mean_count(next)"` it
@@ -201,7 +208,7 @@ class InGroups(Wrapper):
 
 
 @dataclass(frozen=True)
-class Pyramid(Wrapper, Budgeter, Recency):
+class Pyramid(Wrapper, Budgeter, Recency, LayersAsRows):
     """Lets the bottom layers keep many tokens and the top ones few, fewer by the same number from layer to layer.
 
     Beside sinks and window, the top layer keeps a `beta`-th of the mean. The mean is the budget, and each layer
@@ -239,7 +246,7 @@ class Pyramid(Wrapper, Budgeter, Recency):
 
 
 @dataclass(frozen=True)
-class Composite(Wrapper, OneShot):
+class Composite(Wrapper, OneShot, LayersAsRows):
     """Lets the layers share one budget by the scores of their tokens, once a first text was read.
 
     `engine.prefill` holds the text whole. Then the best tokens of all heads of a layer make one composite, the second

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from windlass import kernels
 from windlass.core.errors import UnsupportedModel
 from windlass.core.positions import rotate
 from windlass.core.types import RotaryTable
@@ -273,7 +274,9 @@ class Rotation:
         """`states` rotated to `positions`, in float32, or the same tensor where the layer does not rotate."""
         if self.rotary is None:
             return states
-        cos, sin = self.rotary.tables(self.end, self.device)
+        cos, sin = tables = self.rotary.tables(self.end, self.device)
+        if (rotated := kernels.rotated(states, positions, tables)) is not None:
+            return rotated
         return rotate(states.float(), cos[positions], sin[positions])
 
     def query_gain(self) -> Tensor | None:

@@ -110,8 +110,9 @@ class Server:
     async def respond(self, http: HttpRequest, body: ResponsesRequest) -> Response:
         """Answer a conversation as OpenAI's Responses API does."""
         self._check_model(body.model)
-        messages, chat = await self._beside(lambda: (body.messages(), body.as_chat()))
         tenant, previous = caller(http, body.user), body.previous_response_id
+        stored = partial(self._responses.item, tenant)
+        messages, chat = await self._beside(lambda: (body.messages(stored), body.as_chat()))
         turn = await self._beside(partial(self._responses.begin, tenant, previous))
         given = [*body.system, *turn.history, *messages]
         asked = await self._beside(partial(self._built_chat, chat, "input", given, http.scope[TENANT]))
@@ -272,16 +273,14 @@ class Server:
             raise BadField("tool_choice", "needs tools")
         prompt = self._prompt(body, messages)
         grammars: Sequence[Grammar] = ()
-        before = prompt.form.calls.answer
-        if is_demanded:
-            if body.response_format.type != "text":
-                raise BadField("response_format", "and a tool_choice that demands a call exclude each other")
+        if is_demanded:  # its text is a call, which no format of answers is for
             grammars = self._grammars.of_call(prompt.form.calls, body.callable, choice, body.n)
         elif isinstance(body.response_format, SchemaFormat):
-            name = "response_format.json_schema.schema"
-            grammars = self._grammars.of(name, body.response_format.json_schema.schema_, body.n, before)
+            name, schema = "response_format.json_schema.schema", body.response_format.json_schema.schema_
+            grammars = self._grammars.of_answer(name, schema, body.n, prompt.form.calls, body.callable)
         elif body.response_format.type == "json_object":
-            grammars = self._grammars.of("response_format", {"type": "object"}, body.n, before)
+            schema = {"type": "object"}
+            grammars = self._grammars.of_answer("response_format", schema, body.n, prompt.form.calls, body.callable)
         return self._builder.built(body, [prompt], grammars, self.service.limits.max_tokens, tenant)
 
     def _prompt(self, body: ChatRequest, messages: list[dict[str, Any]]) -> Prompt:

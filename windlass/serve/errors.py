@@ -88,7 +88,7 @@ UNSUPPORTED: Final = "unsupported_parameter"
 class ApiError(HTTPException):
     """A request that is answered with `status`. `param` names the field at fault, and `code` is for programs.
 
-    `retry_after`: seconds after which another try may succeed.
+    `retry_after`: seconds after which another try may succeed. `details`: facts for clients of Anthropic's API.
     """
 
     def __init__(
@@ -98,10 +98,11 @@ class ApiError(HTTPException):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(status, message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.retry_after = retry_after
+        self.retry_after, self.details = retry_after, details
 
     def document(self) -> dict[str, Any]:
         """The body of the answer."""
@@ -111,7 +112,8 @@ class ApiError(HTTPException):
     def document_of_message(self) -> dict[str, Any]:
         """The body of the answer to a client of Anthropic's API."""
         kind = MESSAGE_KINDS.get(self.status, "api_error" if self.status >= 500 else INVALID)
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        details = {} if self.details is None else {"details": dict(self.details)}
+        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
 
     def answer(self, path: str = "") -> Response:
         """The whole answer, in the form of the route of this path."""

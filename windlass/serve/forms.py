@@ -79,6 +79,8 @@ class CallForm:
     repeats: bool = False
     others: tuple[str, ...] = ()
     ends: tuple[str, ...] = ()
+    lead: str = ""
+    """Text that chat templates write between an answer and a call, which belongs to neither."""
     answer: str = ""
     """Text that leads to an answer, where a reply has channels."""
 
@@ -234,6 +236,7 @@ HERMES: Final = CallForm(
     before='<tool_call>\n{"name": "',
     between='", "arguments": ',
     after="}\n</tool_call>",
+    lead="\n",
 )
 LLAMA: Final = CallForm(
     family="Llama 3",

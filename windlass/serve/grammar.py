@@ -16,7 +16,7 @@ from torch import Tensor
 from windlass.core.errors import UsageError, shown
 from windlass.engine.request import Grammar
 from windlass.serve.errors import BadField
-from windlass.serve.forms import CallForm, Functions, PairForm, Schema, kinds_of, properties_of
+from windlass.serve.forms import PLAIN, CallForm, Functions, PairForm, Schema, kinds_of, properties_of
 from windlass.serve.prompts import PromptTokenizer
 
 # Spaces as models write them, and no more: with any number allowed, a model may write nothing else to the end.
@@ -59,13 +59,25 @@ class Grammars:
         self._lock, self._kept = Lock(), OrderedDict[str, LLMatcher]()
         self._tokenizer: LLTokenizer | None = None
 
-    def of(self, name: str, schema: Schema, count: int, before: str = "") -> list[Grammar]:
-        """As many grammars of `schema`, each for one text that begins with `before`.
+    def of(self, name: str, schema: Schema, count: int) -> list[Grammar]:
+        """As many grammars of `schema`, each for one text.
 
         Raises: BadField, for the field `name`, where it is too large, or no schema that can be honoured.
         """
+        return self.of_answer(name, schema, count, PLAIN.calls, {})
+
+    def of_answer(self, name: str, schema: Schema, count: int, form: CallForm, functions: Functions) -> list[Grammar]:
+        """As many grammars of an answer of `schema`, or of a call of one of `functions` in its place.
+
+        Raises: BadField as `of` and `of_call` do.
+        """
         self._check(name, schema)
-        return self._copies(name, f"start: {literal(before, self._words.marks(before))} {_json(schema)}", count)
+        answer = f"{literal(form.answer, self._words.marks(form.answer))} {_json(schema)}"
+        if not functions:
+            return self._copies(name, f"start: {answer}", count)
+        self._check("tools", functions)
+        calls = call_grammar(form, functions, self._words.marks(form.spelled), start="one_call")
+        return self._copies(name, f"start: answer | one_call\nanswer: {answer}\n{calls}", count)
 
     def of_call(self, form: CallForm, functions: Functions, choice: str, count: int) -> list[Grammar]:
         """As many grammars of a call of one of `functions`, or of the one that `choice` names as `=name`.
@@ -110,13 +122,15 @@ class Grammars:
         return matcher
 
 
-def call_grammar(form: CallForm, functions: Functions, marks: Mapping[str, int]) -> str:
+def call_grammar(form: CallForm, functions: Functions, marks: Mapping[str, int], start: str = "start") -> str:
     """The grammar of a call in a family's form, with the ids of those of its marks that are special tokens.
+
+    `start` names its first rule.
 
     Raises: BadField for a schema that the form cannot hold.
     """
     before, between, after = (literal(text, marks) for text in (form.before, form.between, form.after))
-    rules = [f"start: {before} ({' | '.join(f'call_{at}' for at in range(len(functions)))}) {after}"]
+    rules = [f"{start}: {before} ({' | '.join(f'call_{at}' for at in range(len(functions)))}) {after}"]
     for at, (name, schema) in enumerate(functions.items()):
         if form.pairs is None:
             arguments = _json(schema or NO_ARGUMENTS)

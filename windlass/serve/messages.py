@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from windlass.engine.request import Piece
 from windlass.serve.chat import AnswerDocuments, AnswerHeader, PartialText, windlass_of
-from windlass.serve.errors import ApiError, BadField, named_event
+from windlass.serve.errors import UNSUPPORTED, ApiError, BadField, named_event
 from windlass.serve.parsers import Call, CallPart, TextPart
 from windlass.serve.prompts import called
 from windlass.serve.schema import (
@@ -36,6 +36,8 @@ from windlass.serve.schema import (
 
 APART: Final = "\n"  # between blocks of text in one message
 SIGNATURE: Final = "windlass"  # of a thought: clients send a thought back only with one
+# Anthropic's client then sends whole conversations.
+UNTHREADED: Final = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 TEXT, THINKING, TOOL_USE = "text", "thinking", "tool_use"
 REASONS: Final = {"stop": "end_turn", "length": "max_tokens", "tool_calls": TOOL_USE, "interrupted": "end_turn"}
 
@@ -259,8 +261,21 @@ class MessagesRequest(MessagesPrompt, SamplingFields, CacheFields):
     """Strings that end the text."""
     stream: bool = False
     """Answer with server-sent events."""
+    thread: Object | None = None
+    """A conversation that the server holds, which this one does not."""
     user: Label = ""
     """Requests with the same `user` share cached prefixes. Other requests cannot use them."""
+
+    def as_messages(self) -> list[dict[str, Any]]:
+        if self.thread is not None:
+            raise ApiError(
+                400,
+                "thread is not supported by this server. Send the whole conversation",
+                "thread",
+                UNSUPPORTED,
+                details=UNTHREADED,
+            )
+        return super().as_messages()
 
     def as_chat(self) -> ChatRequest:
         shared = {name: getattr(self, name) for name in (*SamplingFields.model_fields, *CacheFields.model_fields)}

@@ -207,7 +207,8 @@ class CallReader:
         self._openings = dict(form.marks) if functions else {}
         self._marks = [*self._openings, *(mark for mark in hidden if mark not in self._openings)]
         self._held, self._at, self._is_start, self._count = "", _In.TEXT, bool(functions), 0
-        self._opening = ""
+        self._opening, self._lead = "", ""
+        self._leads = [*self._marks, *(form.lead + mark for mark in self._openings)]
         self._scan, self._scanned, self._is_in_object = JsonScan(), 0, False
         self._text, self._parts = "", list[CallPart]()
 
@@ -259,13 +260,15 @@ class CallReader:
                 return False
         at, mark = first_of(self._marks, self._held)
         if at < 0:
-            keep = len(self._held) - begun(self._held, self._marks)
+            keep = len(self._held) - begun(self._held, self._leads)
             self._say(self._held[:keep])
             self._held = self._held[keep:]
             return False
-        self._say(self._held[:at])
+        text, lead = self._held[:at], self._form.lead
         if mark in self._openings:
-            return self._open(mark, self._held[at + len(mark) :])
+            self._say(text.removesuffix(lead))
+            return self._open(mark, self._held[at + len(mark) :], lead if text.endswith(lead) else "")
+        self._say(text)
         self._held = self._held[at + len(mark) :]
         return True
 
@@ -273,8 +276,8 @@ class CallReader:
         self._is_start = self._is_start and not text.strip()
         self._text += text
 
-    def _open(self, mark: str, rest: str) -> bool:
-        self._at, self._opening, self._held, self._is_start = _In.CALL, mark, rest, False
+    def _open(self, mark: str, rest: str, lead: str = "") -> bool:
+        self._at, self._opening, self._lead, self._held, self._is_start = _In.CALL, mark, lead, rest, False
         self._scan, self._scanned = JsonScan(), 0
         return True
 
@@ -342,8 +345,7 @@ class CallReader:
 
     def _no_call(self) -> bool:
         """Go on behind the opening mark, which is text."""
-        if self._opening not in self._hidden:
-            self._say(self._opening)
+        self._say(self._lead + ("" if self._opening in self._hidden else self._opening))
         self._at, self._is_start = _In.TEXT, False
         return True
 

@@ -20,6 +20,8 @@ from windlass.core.errors import shown
 from windlass.engine.request import Event, Logprob, Piece, PromptLogprobs
 from windlass.engine.templates import (
     HEAD,
+    MessageEnds,
+    Render,
     TemplateLayout,
     has_template,
     head_tokens,
@@ -29,7 +31,7 @@ from windlass.engine.templates import (
     tokens_until,
     without_start,
 )
-from windlass.engine.text import Stops, encode, special_tokens, stops_of, token_bytes, token_text
+from windlass.engine.text import PromptEncoder, Stops, encode, special_tokens, stops_of, token_bytes, token_text
 from windlass.serve.errors import ApiError, BadField
 from windlass.serve.forms import HERMES, MISTRAL_LIST, PLAIN, ReplyForm
 from windlass.serve.schema import AnyMessage, AssistantMessage, Part, ToolMessage
@@ -376,6 +378,7 @@ class PromptTokenizer:
         self.ends = tuple(ends) or (() if own is None else (int(own),))
         self.infill, self._marks_messages = Infill.of(tokenizer), marks_messages
         self._lock, self._told = Lock(), set[str]()
+        self._encoder, self._ends = PromptEncoder(tokenizer), MessageEnds()
         self._special = special_tokens(tokenizer)
         # The first call may change settings of the tokenizer, which must happen before other threads decode with it.
         encode(tokenizer, "a", True)
@@ -422,7 +425,11 @@ class PromptTokenizer:
             begun_thought = reply.thoughts is not None and text.rstrip().endswith(reply.thoughts.opening)
             text = without_start(self.tokenizer, text)
             render = renderer(self.tokenizer, form, tools, variables)
-            ends = () if chunks or not self._marks_messages else message_ends(self.tokenizer, render, given, text)
+            ends = (
+                ()
+                if chunks or not self._marks_messages
+                else self._message_ends(render, (form, tools, variables), given, text)
+            )
             head = head_tokens(self.tokenizer, render, given, text)
 
             def until(count: int) -> int:
@@ -496,7 +503,14 @@ class PromptTokenizer:
         return tuple(start[: len(start) - len(bare)] if start[-len(bare) :] == bare else ())
 
     def _pieces(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        return [tuple(encode(self.tokenizer, text, is_start=not at)) for at, text in enumerate(texts)]
+        first, *rest = texts
+        return [self._encoder.tokenized(first).ids, *(tuple(encode(self.tokenizer, each, False)) for each in rest)]
+
+    def _message_ends(
+        self, render: Render, context: tuple[Any, ...], messages: Sequence[Mapping[str, Any]], text: str
+    ) -> tuple[int, ...]:
+        ends = self._ends.of(render, repr(context), messages, text)
+        return message_ends(self.tokenizer, self._encoder.tokenized(text), ends)
 
     def _chunk(self, chunk: Chunk) -> tuple[int, ...]:
         ids = tuple(encode(self.tokenizer, chunk.text, False))

@@ -1,9 +1,9 @@
 """The Responses API: the body of `/v1/responses`, the chat that it stands for, and the documents that answer it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, final
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
 from windlass.engine.request import Piece
 from windlass.serve.chat import AnswerDocuments, AnswerHeader, PartialText, usage_of
@@ -137,14 +137,25 @@ class UnreadItem(Item):
     type: Literal["ghost_snapshot", "tool_search_call", "tool_search_output", "web_search_call"]
 
 
+class ItemReference(Body):
+    """An item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 def _typed(value: Any) -> Any:
-    return {**value, "type": value.get("type") or "message"} if isinstance(value, Mapping) else value
+    usual = "item_reference" if isinstance(value, Mapping) and [*value] == ["id"] else "message"
+    return {**value, "type": value.get("type") or usual} if isinstance(value, Mapping) else value
 
 
 AnyItem = Annotated[
-    Message | FunctionCall | CustomCall | ShellCall | CallOutput | ShellOutput | Reasoning | UnreadItem,
+    Message | FunctionCall | CustomCall | ShellCall | CallOutput | ShellOutput | Reasoning | UnreadItem | ItemReference,
     Field(discriminator="type"),
 ]
+STORED_ITEM: Final[TypeAdapter[Message | FunctionCall | Reasoning]] = TypeAdapter(
+    Annotated[Message | FunctionCall | Reasoning, Field(discriminator="type")]
+)
 
 
 class FlatTool(Function):
@@ -226,12 +237,19 @@ class ResponsesRequest(NeutralFields, SharedFields):
     """Variables of the model's chat template."""
     chunks: Recompute | None = None
 
-    def messages(self) -> list[dict[str, Any]]:
-        """The messages of the input as `prompts.conversation` has them. Raises: BadField where there is none."""
+    def messages(self, stored: Callable[[str], Object]) -> list[dict[str, Any]]:
+        """The messages of the input as `prompts.conversation` has them. `stored` finds an item of a response by its id.
+
+        Raises: BadField where there is none. ApiError as `stored` does.
+        """
         if isinstance(self.input, str):
             turns: list[dict[str, Any]] = [{"role": "user", "content": (self.input,)}]
         else:
-            turns = _together([each.message() if isinstance(each, Item) else of_message(each) for each in self.input])
+            items = [
+                STORED_ITEM.validate_python(stored(each.id)) if isinstance(each, ItemReference) else each
+                for each in self.input
+            ]
+            turns = _together([each.message() if isinstance(each, Item) else of_message(each) for each in items])
         found = [each for each in turns if any(each["content"]) or {**each, "content": ("",)} != EMPTY]
         if not found:
             raise BadField("input", "must have a message")
@@ -290,8 +308,9 @@ class ResponsesRequest(NeutralFields, SharedFields):
             for at, item in items
             if isinstance(item, Reasoning) and item.encrypted_content and not item.content
         ]
-        asked = {"effort": self.reasoning.effort or "none", "summary": self.reasoning.summary or "none"}
-        options = [f"reasoning.{name}: {value}" for name, value in asked.items() if value != "none"]
+        effort = self.reasoning_effort or self.reasoning.effort
+        asked = {"effort": effort, "summary": self.reasoning.summary}
+        options = [f"reasoning.{name}: {value}" for name, value in asked.items() if value not in (None, "none")]
         return unread_tools(self.tools) + unread + options
 
     def _format(self) -> PlainFormat | SchemaFormat:
@@ -402,7 +421,7 @@ class ResponseDocuments(AnswerDocuments):
         taken = usage_of([written.usage], 1, self.head.options, self.head.left_out)
         usage = {
             "input_tokens": taken["prompt_tokens"],
-            "input_tokens_details": taken["prompt_tokens_details"],
+            "input_tokens_details": {**taken["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": taken["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": written.thought_tokens},
             "total_tokens": taken["total_tokens"],

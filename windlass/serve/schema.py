@@ -132,6 +132,7 @@ Positions = Annotated[Word, _one_of(CACHE["positions"].names, lambda mode: mode.
 Variables = Annotated[dict[Variable, bool | int | float | Label], BeforeValidator(partial(_entries, 16), Object)]
 Choice = Literal["none", "auto", "required"]
 Verbosity = Literal["low", "medium", "high"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Included = Literal[  # items and parts that our answers never have
     "reasoning.encrypted_content",
     "code_interpreter_call.outputs",
@@ -162,8 +163,8 @@ class NeutralFields(Body):
     prediction: Object = {}
     prompt_cache_key: Annotated[str, Field(max_length=4096)] = ""
     prompt_cache_retention: Label = ""
-    reasoning_effort: Annotated[str | None, only("none")] = None
-    """`none` turns off a model's thinking if its chat template can."""
+    reasoning_effort: Effort | None = None
+    """`none` turns off a model's thinking if its chat template can. Other values have no effect."""
     safety_identifier: Annotated[str, Field(max_length=4096)] = ""
     service_tier: Label = ""
     suffix: Annotated[Any, only("")] = ""
@@ -472,7 +473,8 @@ class ChatRequest(TextRequest):
     @property
     def left_out(self) -> list[str]:
         """A note for each part of the request that the answer is without."""
-        return unread_tools(self.tools)
+        effort = self.reasoning_effort or "none"
+        return unread_tools(self.tools) + ([] if effort == "none" else [f"reasoning_effort: {effort}"])
 
 
 def unread_tools(tools: Sequence[Body]) -> list[str]:

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, final
 from pydantic import Field, TypeAdapter, ValidationError
 
 from windlass.engine.request import owner_of
-from windlass.serve.errors import ApiError, BadField, SessionLimits, to_json
+from windlass.serve.errors import ApiError, BadField, SessionLimits, short, to_json
 from windlass.serve.prompts import conversation
 from windlass.serve.schema import Body, Label, Message, Messages, Name, Object
 
@@ -461,6 +461,16 @@ class Responses:
             document = self._response(tenant, number, "id").document
             assert document is not None, "a response that was deleted"
             return document
+
+    def item(self, tenant: str, number: str) -> dict[str, Any]:
+        """An item of the output of a response, by its id. Raises: ApiError where there is none."""
+        response = self._held.get(f"resp_{number.partition('_')[2].partition('_')[0]}")
+        document = None if response is None or response.tenant != tenant else response.document
+        found = [each for each in document["output"] if each["id"] == number] if document is not None else []
+        if not found:
+            told = f"Item with id {short(number)!r} not found. Send the item itself in the input"
+            raise ApiError(404, told, "input", "item_not_found")
+        return dict(found[0])
 
     def delete(self, tenant: str, number: str) -> None:
         """Delete a response. Others that went on from it stay. Raises: ApiError where there is none."""

@@ -119,6 +119,13 @@ class Store(ABC):
         """
         return None
 
+    def in_place_beside_sinks(self) -> tuple[PackedStates, PackedStates] | None:
+        """As `in_place`, where the store may hold some tokens in full precision, which no new token changes.
+
+        A kernel that writes to a slot takes it out of `ring_index`, which keys and values share.
+        """
+        return self.in_place()
+
     def is_compatible(self, other: "Store") -> bool:
         """Return True if the parts of `other` stand for the same tokens here, so that `put` may take them as they are.
 

@@ -1,8 +1,10 @@
 """The stores by name: plain tensors, codes of 8 bits and of 4 bits."""
 
+from collections.abc import Sequence
 from typing import ClassVar, Final, final
 
 import torch
+from torch import Tensor
 
 from windlass import kernels
 from windlass.core.errors import UsageError, check_kind
@@ -102,6 +104,10 @@ class LowBit(Store):
     def in_place(self) -> tuple[PackedStates, PackedStates] | None:
         return None if self.latent or self.index or self.full_precision.tensors else self.packed()
 
+    def in_place_beside_sinks(self) -> tuple[PackedStates, PackedStates] | None:
+        is_plain = not (self.latent or self.index)
+        return self.packed() if is_plain and self.full_precision.newest == 0 else None
+
     def _means(self) -> KeyMeans:
         return self._constants[KEY_MEANS].float()
 
@@ -166,6 +172,34 @@ class Plain(Store):
         if self.latent or self.index:
             return None
         return PackedStates(self._parts["keys"]), PackedStates(self._parts["values"])
+
+
+@final
+class PlainRows(Plain):
+    """The plain stores of several layers, as rows of one batch, for policies that read keys and values.
+
+    Each call writes to the same memory.
+    """
+
+    def __init__(self, layers: Sequence[Store]) -> None:
+        super().__init__()
+        self._layers, self._joined = layers, dict[str, Tensor]()
+
+    @property
+    def slots(self) -> int:
+        return self._layers[0].slots
+
+    def keys(self) -> SlotKeys:
+        return self._rows("keys", [each.keys() for each in self._layers])
+
+    def values(self) -> SlotValues:
+        return self._rows("values", [each.values() for each in self._layers])
+
+    def _rows(self, name: str, states: Sequence[Tensor]) -> Tensor:
+        first = states[0]
+        if name not in self._joined:
+            self._joined[name] = first.new_empty(len(states) * first.shape[0], *first.shape[1:])
+        return torch.cat(list(states), out=self._joined[name])
 
 
 STORES: Final[dict[str, type[Store]]] = {"plain": Plain, "int8": Int8, "int4": Int4}

@@ -92,6 +92,23 @@ class FullPrecisionRing:
         token_index[:, scratch] = -1
         self.tensors = {**self.tensors, WRITTEN: end}
 
+    @property
+    def filled_rows(self) -> tuple[bool, ...]:
+        """Per row, whether its next token changes no entry: only first tokens are kept, and it has had all of them.
+
+        Waits for the device.
+        """
+        written: list[int] = self.tensors[WRITTEN].tolist()
+        return tuple(self.newest == 0 and count >= self.sinks for count in written)
+
+    def keep(self, ring_index: Tensor) -> None:
+        """Take `ring_index`, a result of ours that has lost the slots that were written since, as the present one."""
+        slots = self.tensors[SLOTS]
+        entries = torch.arange(slots.shape[2], dtype=torch.int32, device=slots.device)
+        is_lost = ring_index.gather(2, slots.clamp(min=0).long()) != entries
+        slots.masked_fill_(is_lost, -1)
+        self._latest_index = (*map(ref, self.tensors.values()), ref(ring_index))
+
     def can_roll_back(self, counts: Sequence[int]) -> bool:
         """Return True if the newest tokens before the last `counts` tokens of each row are all still here.
 
@@ -225,3 +242,9 @@ class FullPrecisionRing:
     def _written_without(self, counts: Sequence[int]) -> RowCounts:
         written = self.tensors[WRITTEN]
         return (written - torch.tensor(counts, device=written.device)).clamp(min=0)
+
+
+def with_tokens(tensors: dict[str, Tensor], counts: Sequence[int]) -> dict[str, Tensor]:
+    """The tensors of a ring once each row has `counts` tokens more, none of which changes an entry."""
+    written = tensors[WRITTEN]
+    return {**tensors, WRITTEN: written + torch.tensor(counts, device=written.device)}

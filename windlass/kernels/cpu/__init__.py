@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from typing import Final
 
 import torch
@@ -18,6 +18,8 @@ from windlass.core.types import (
     Queries,
     RotaryKeys,
     RotaryTable,
+    SlotIndex,
+    SlotKeys,
     SlotPositions,
 )
 from windlass.kernels.cpu.tensors import (
@@ -41,10 +43,13 @@ except ImportError as error:  # installed without a compiler, or built for anoth
     WHY_MISSING = str(error)
 
 native = _native  # None where it is missing
-MAX_TOKENS: Final = 16  # queries per row in one call of `attend`
+MAX_TOKENS: Final = 64  # queries per row that the compiled module takes at once
+FEW_TOKENS: Final = 16  # of these, at least, however many heads share a key
+SHARED_QUERIES: Final = 1024  # of a key, at most, in more tokens than these few
 MAX_CHANNELS: Final = 1024
 GROUPS: Final = (0, 16, 32)  # channels that share a scale and an offset, where new codes are made
-MAX_ROWS: Final = 16  # inputs of the compiled `linear`, and tokens of a decoder layer's kernels
+MAX_ROWS: Final = 16  # inputs of the compiled `linear` at once
+FLOAT_ROWS: Final = 32  # tokens of a decoder layer of bfloat16, beyond which PyTorch's products are faster
 GRAIN: Final = 2**19  # bytes of weights, times rows, that are worth another thread
 MANY_ROWS: Final = 64  # inputs from which on PyTorch's product of decoded or widened weights is as fast
 MAX_LANES: Final = 16  # numbers in a vector of any instruction set
@@ -98,8 +103,48 @@ def knows(states: PackedStates) -> bool:
     return format_of(states) >= 0 and states.channels <= MAX_CHANNELS
 
 
+def is_fastest(call: AttentionInput) -> bool:
+    """Return True if `attend` is faster than PyTorch's attention for so many queries.
+
+    In products of bfloat16 it is at any number, with vectors of AVX2 or AVX-512 at MAX_TOKENS (docs/log.md). The other
+    sets were measured for few tokens alone. PyTorch's attention is left the masses of many.
+    """
+    tokens, found = call.queries.shape[2], instruction_set()
+    if found == "avx512_bf16" and call.queries.dtype is torch.bfloat16 and call.observed is None:
+        return True
+    return tokens <= (FEW_TOKENS if found == "plain" else MAX_TOKENS)
+
+
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
-    """See `reference.attend`. Takes up to MAX_TOKENS queries per row."""
+    """See `reference.attend`. Takes any number of queries, some at a time."""
+    (_, heads, tokens, _), kv_heads = call.queries.shape, call.keys.data.shape[1]
+    size = min(MAX_TOKENS, max(FEW_TOKENS, SHARED_QUERIES * kv_heads // heads))
+    if tokens <= size:
+        return _attend(call)
+    parts = [_attend(_part(call, first, min(first + size, tokens))) for first in range(0, tokens, size)]
+    masses = [mass for _, mass in parts if mass is not None]
+    out = torch.cat([out for out, _ in parts], 2)
+    return out, None if not masses else reduce(Mass.plus, masses)
+
+
+def _part(call: AttentionInput, first: int, end: int) -> AttentionInput:
+    """The call of the queries of some columns, each of which is observed in the part that has it."""
+    index, observed = call.rotary_index, call.observed
+    if index is not None:
+        far = None if index.far is None else replace(index.far, queries=index.far.queries[..., first:end])
+        index = replace(index, near=replace(index.near, queries=index.near.queries[..., first:end]), far=far)
+    if observed is not None:
+        observed = (observed - first).where((observed >= first) & (observed < end), -1)
+    return replace(
+        call,
+        queries=call.queries[:, :, first:end],
+        query_positions=call.query_positions[:, first:end],
+        rotary_index=index,
+        observed=observed,
+    )
+
+
+def _attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     queries, keys, values, index = call.queries, call.keys, call.values, call.rotary_index
     batch, heads, tokens, _ = queries.shape
     kv_heads, slots = keys.data.shape[1:3]
@@ -260,6 +305,43 @@ def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
         format_of(keys),
         state_arguments(keys, means),
         positions.data_ptr(),
+        out.data_ptr(),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def expected_logits(keys: SlotKeys, means: Tensor, covariances: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `kernels.expected_logits`."""
+    (batch, kv_heads, slots, channels), group = keys.shape, means.shape[1] // keys.shape[1]
+    out = torch.empty(batch, kv_heads, group, slots)
+    keys, means, covariances, cos, sin = (each.contiguous() for each in (keys, means, covariances, cos, sin))
+    _native.expected(
+        (batch, kv_heads, group, slots, channels, cos.shape[1]),
+        keys.data_ptr(),
+        means.data_ptr(),
+        covariances.data_ptr(),
+        (cos.data_ptr(), sin.data_ptr()),
+        out.data_ptr(),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def redundancy(keys: PackedStates, positions: SlotPositions, order: SlotIndex, threshold: float) -> PerSlot:
+    """See `kernels.redundancy`."""
+    batch, kv_heads, slots = keys.data.shape[:3]
+    out = torch.empty(batch, kv_heads, slots)
+    positions, order, means = positions.to(torch.int32).contiguous(), order.contiguous(), contiguous_means(keys)
+    _native.redundancy(
+        (batch, kv_heads, slots),
+        format_of(keys),
+        state_arguments(keys, means),
+        positions.data_ptr(),
+        order.data_ptr(),
+        threshold,
         out.data_ptr(),
         instruction_set(),
         torch.get_num_threads(),

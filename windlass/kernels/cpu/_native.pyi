@@ -93,6 +93,7 @@ class DecodeStep:
         released: list[tuple[int, int, int]],
         recall: tuple[int, bool],
         row_sinks: int,
+        pins: tuple[int, int],
         /,
     ) -> None: ...
 
@@ -124,6 +125,27 @@ def mean_key_cosine(
     format: int,
     keys: PackedStates,
     positions: int,
+    out: int,
+    instruction_set: str,
+    threads: int,
+) -> None: ...
+def expected(
+    sizes: tuple[int, int, int, int, int, int],
+    keys: int,
+    means: int,
+    covariances: int,
+    turn: tuple[int, int],
+    out: int,
+    instruction_set: str,
+    threads: int,
+) -> None: ...
+def redundancy(
+    sizes: tuple[int, int, int],
+    format: int,
+    keys: PackedStates,
+    positions: int,
+    order: int,
+    threshold: float,
     out: int,
     instruction_set: str,
     threads: int,
@@ -168,8 +190,8 @@ LayerArguments = tuple[
     tuple[int, int],
     tuple[list[int], bool, bool],
 ]
-# hidden, result, positions, next positions, starts, sinks of rows, tokens of any row at most
-GivenArguments = tuple[int, int, int, int, int, int, int]
+# hidden, result, positions, next positions, starts, sinks of rows, pins and their ranges, tokens of any row at most
+GivenArguments = tuple[int, int, int, int, int, int, tuple[int, int], int]
 # written, evicted, evicted positions, state, mass, queries, keys
 UndoArguments = tuple[int, int, int, int, int, int, int]
 

@@ -55,11 +55,11 @@ class Kernel {
         logits_size = sizes.probabilities / threads / 2;
         tables_size = sizes.tables / threads;
         turned_size = sizes.turned / threads;
-        is_narrow = has_narrow_keys(), is_laid = has_laid_tables(), is_steady = is_laid && call.is_steady && !call.query_gain;
+        is_narrow = has_narrow_keys(), is_laid = has_laid_tables(), is_steady = is_laid && call.has_steady_keys() && !call.query_gain;
     }
 
     void run(int threads) {
-        const int splits = pieces(call.slots), items = call.batch * splits;
+        const int splits = pieces(call), parts = call.has_many_queries() ? call.kv_heads : 1, items = call.batch * splits * parts;
 #pragma omp parallel num_threads(threads)
         {
 #pragma omp for schedule(static)
@@ -70,7 +70,10 @@ class Kernel {
                 lay_row<F>(i, call.pairs, call.cos, call.sin, own.steady + i * 2 * call.pairs);
 #endif
 #pragma omp for schedule(dynamic, 1)
-            for (int i = 0; i < items; ++i) attend_piece(i / splits, i % splits, buffers_of(thread()));
+            for (int i = 0; i < items; ++i) {
+                const int part = i % parts, heads = call.kv_heads / parts;
+                attend_piece(i / parts / splits, i / parts % splits, part * heads, heads, buffers_of(thread()));
+            }
 #pragma omp for schedule(static)
             for (int i = 0; i < call.batch * call.heads; ++i) join(i / call.heads, i % call.heads);
             if (call.has_mass()) {
@@ -105,7 +108,7 @@ class Kernel {
         return unrounded + (std::size_t(row) * call.heads + head) * call.tokens * sizes.key_width;
     }
     float *partial_of(int row, int split, int head) const {
-        return partials + ((std::size_t(row) * pieces(call.slots) + split) * call.heads + head) *
+        return partials + ((std::size_t(row) * pieces(call) + split) * call.heads + head) *
                               call.tokens * sizes.partial_width;
     }
     int score_head_of(int kv_head) const { return call.score_heads == 1 ? 0 : kv_head; }
@@ -149,21 +152,21 @@ class Kernel {
         }
     }
 
-    void attend_piece(int row, int split, ThreadBuffers buffers) {
-        const std::size_t states = std::size_t(call.heads) * call.tokens;
-        float *states_of = partial_of(row, split, 0);
+    // Of so many kv heads from `first` on.
+    void attend_piece(int row, int split, int first, int heads, ThreadBuffers buffers) {
+        const std::size_t states = std::size_t(heads) * call.group() * call.tokens;
+        float *states_of = partial_of(row, split, first * call.group());
         for (std::size_t i = 0; i < states; ++i) {
             float *state = states_of + i * sizes.partial_width;
             for (std::size_t j = 0; j < sizes.partial_width; ++j) state[j] = 0;
             state[0] = HIDDEN;
         }
-        const int start = split * piece(call.slots),
-                  end = start + piece(call.slots) < call.slots ? start + piece(call.slots) : call.slots;
+        const int start = split * piece(call), end = start + piece(call) < call.slots ? start + piece(call) : call.slots;
         BlockMask mask;
         for (int at = start; at < end; at += BLOCK) {
             const int count = at + BLOCK < end ? BLOCK : end - at;
-            for (int head = 0; head < call.kv_heads; ++head) {
-                if (head == 0 || call.score_heads > 1) {
+            for (int head = first; head < first + heads; ++head) {
+                if (head == first || call.score_heads > 1) {
                     mask_block(call, row, score_head_of(head), at, count, mask);
 #if defined(__AVX512BF16__)
                     buffers.has_steady = is_steady && follows(row, head, at, count);
@@ -222,8 +225,9 @@ class Kernel {
         }
         const std::size_t place = (std::size_t(row) * call.kv_heads + head) * call.slots + at;
         // The next read: this block of the next head, or the next block of the first head.
-        const std::ptrdiff_t ahead =
-            head + 1 < call.kv_heads ? call.slots : BLOCK - std::ptrdiff_t(head) * call.slots;
+        const std::ptrdiff_t ahead = call.has_many_queries()     ? BLOCK
+                                     : head + 1 < call.kv_heads ? call.slots
+                                                                 : BLOCK - std::ptrdiff_t(head) * call.slots;
         bool has_far = false;
         // Runs of parts that are seen alike.
         for (int part = 0, next = 0; part < BLOCK / LANES; part = next) {
@@ -610,7 +614,7 @@ class Kernel {
 
     // The pieces of one head become its result. Its maximum and the inverse of its sum are kept for the masses.
     void join(int row, int head) {
-        const int splits = pieces(call.slots), channels = call.values.channels;
+        const int splits = pieces(call), channels = call.values.channels;
         for (int t = 0; t < call.tokens; ++t) {
             float top = call.sink_logits ? call.sink_logits[head] : HIDDEN, sum_exp = 0;
             for (int split = 0; split < splits; ++split) {

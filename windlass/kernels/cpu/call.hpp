@@ -67,6 +67,9 @@ struct Attend {
     int group() const { return heads / kv_heads; }
     bool has_far() const { return far.keys != nullptr; }
     bool has_mass() const { return mass_rows != nullptr || mass_rest != nullptr; }
+    // Whether keys are rotated once for many queries, and each head is work of its own.
+    bool has_many_queries() const;
+    bool has_steady_keys() const { return is_steady && !has_many_queries(); }
 };
 
 // Keys rotated to rotary positions, or values as they are, of the first `used` slots.
@@ -305,7 +308,8 @@ struct AfterAttention {
 inline constexpr int RECALL_PAGE = 8;  // tokens that are recalled together
 inline constexpr int BLOCK = 128;      // slots whose logits are alive at once
 inline constexpr int STEADY = 64;      // slots at positions that follow each other whose keys share a row of the tables
-inline constexpr int MAX_TOKENS = 16;  // queries per row
+inline constexpr int FEW_TOKENS = 16;  // queries per row at which all heads of a block of slots are read together
+inline constexpr int MAX_TOKENS = 64;  // queries per row
 inline constexpr int MAX_CHANNELS = 1024;
 inline constexpr int MAX_LANES = 16;  // of any instruction set
 
@@ -317,6 +321,14 @@ inline int piece(int slots) {
     return BLOCK * (wanted < 1 ? 1 : wanted > 8 ? 8 : wanted);
 }
 inline int pieces(int slots) { return (slots + piece(slots) - 1) / piece(slots); }
+// The same for attention. Many queries have fewer pieces, since each has a partial result of each query.
+inline bool Attend::has_many_queries() const { return tokens > FEW_TOKENS; }
+inline int piece(const Attend &call) {
+    if (!call.has_many_queries()) return piece(call.slots);
+    const int blocks = (call.slots + BLOCK - 1) / BLOCK;
+    return BLOCK * ((blocks + 7) / 8);
+}
+inline int pieces(const Attend &call) { return (call.slots + piece(call) - 1) / piece(call); }
 inline std::size_t padded(int count) { return (count + MAX_LANES - 1) / MAX_LANES * std::size_t(MAX_LANES); }
 
 // Floats of scratch that a call needs: one sum of keys for each piece.
@@ -337,15 +349,15 @@ struct Scratch {
         std::size_t rows = std::size_t(call.batch) * call.heads * call.tokens;
         std::size_t shared = (std::size_t(call.group()) * call.tokens + 3) / 4 * 4;  // a kernel multiplies four queries at once
         queries = rows * key_width * (call.has_far() ? 2 : 1) + 3 * key_width;
-        unrounded = call.is_steady ? rows * key_width : 0;
-        turned = call.is_steady ? threads * shared * key_width : 0;
-        partials = rows * pieces(call.slots) * partial_width;
+        unrounded = call.has_steady_keys() ? rows * key_width : 0;
+        turned = call.has_steady_keys() ? threads * shared * key_width : 0;
+        partials = rows * pieces(call) * partial_width;
         summed = padded(int(rows * 2));
         logits = call.has_mass() ? rows * slot_width : 0;
         keys_rotated = threads * MAX_LANES * (key_width + MAX_LANES);
         probabilities = threads * 2 * shared * BLOCK;
         tables = threads * 2 * std::size_t(BLOCK) * 2 * call.pairs;
-        if (call.is_steady) tables += threads * std::size_t(STEADY + BLOCK / STEADY) * 2 * call.pairs;
+        if (call.has_steady_keys()) tables += threads * std::size_t(STEADY + BLOCK / STEADY) * 2 * call.pairs;
     }
     std::size_t total() const { return queries + unrounded + turned + partials + summed + logits + keys_rotated + probabilities + tables; }
 };

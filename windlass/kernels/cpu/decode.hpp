@@ -65,6 +65,7 @@ class Decode {
         const std::int64_t *starts;  // (batch): tokens of each row in the recall store (null where there is none)
         bool is_recalling;           // whether any of them was evicted
         const std::int64_t *row_sinks;  // see `Retain`
+        Pins pins;
     };
 
     // Floats of scratch that a step needs.
@@ -192,7 +193,7 @@ class Decode {
         Retain now = retain;
         now.is_evicting = given.evicted;
         now.query_positions = given.positions, now.next_positions = given.next_positions;
-        now.row_sinks = given.row_sinks;
+        now.row_sinks = given.row_sinks, now.pins = given.pins;
         now.mass = mass;
         now.state = given.state.empty() ? nullptr : given.state[0].to;
         now.positions = given.slot_positions.to;
@@ -225,6 +226,14 @@ class Decode {
         };
         put_all(codes.data(), to.row_bytes, to.data);
         put_all(scales.data(), to.slot_scales() * sizeof(std::uint16_t), to.scales);
+        if (to.ring_index) leave_ring(given, const_cast<std::int32_t *>(to.ring_index));
+    }
+    // The slots that are written held tokens at full precision once, which are gone.
+    void leave_ring(const Given &given, std::int32_t *ring_index) const {
+        for (int index = 0; index < call.batch * call.kv_heads; ++index) {
+            const std::int64_t own = call.score_heads == 1 ? index / call.kv_heads : index;
+            ring_index[std::int64_t(index) * call.slots + given.written[own]] = -1;
+        }
     }
     void put_bytes(const Given &given, const NewStates &from, std::size_t bytes, const void *slots) const {
         write({call.batch, call.kv_heads, call.score_heads, 1, call.slots, std::int64_t(bytes),

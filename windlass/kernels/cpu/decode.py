@@ -23,7 +23,7 @@ from windlass.core.inputs import (
     Retention,
     TokenInput,
 )
-from windlass.core.positions import ReadRule
+from windlass.core.positions import EMPTY, ReadRule
 from windlass.core.types import (
     AttendedTokens,
     Hidden,
@@ -42,6 +42,7 @@ from windlass.kernels.cpu.tensors import (
     format_of,
     group_bits,
     linear_arguments,
+    pin_arguments,
     state_arguments,
     steady_arguments,
     visibility_arguments,
@@ -76,7 +77,8 @@ class Decode:
             (batch, kv_heads, 1, held),
         )
         recall, means = slots.recall, tuple(map(contiguous_means, (slots.keys, slots.values)))
-        self._kept = means  # the compiled module holds these addresses, and those of the recall store
+        # The compiled module holds these addresses, and those of the recall store.
+        self._kept = *means, slots.keys.ring_index, slots.values.ring_index
         self._recall = (
             None if recall is None else (recall.turn, recall.pieces[0].keys.states.means, recall.last_recalled)
         )
@@ -135,6 +137,7 @@ class Decode:
             [(index.data_ptr(), stood.data_ptr(), index.shape[2]) for index, stood in released],
             (0 if new.remembered is None else new.remembered.data_ptr(), new.is_recalling),
             address(new.row_sinks),
+            pin_arguments(new.pins),
         )
         masses = None if mass is None else Mass(mass, None)
         output = DecodeOutput(written, out.transpose(1, 2), masses, slot_positions, state, evicted, before)
@@ -263,7 +266,9 @@ class FewTokens:
         self._kept = scales  # the compiled module reads their memory
         self.threads = defaultdict[int, ThreadChoice](ThreadChoice)  # by the number of rows
         self.head_dim = layer.head_dim
-        self.most_tokens = cpu.MANY_ROWS if all(each.is_coded for each in layer.linears) else cpu.MAX_ROWS
+        self.most_tokens = cpu.FLOAT_ROWS if dtype is torch.bfloat16 else cpu.MAX_ROWS
+        if all(each.is_coded for each in layer.linears):
+            self.most_tokens = cpu.MANY_ROWS
         self.heads = [each.out_features // layer.head_dim for each in (layer.query, layer.key, layer.value)]
         linears = zip(layer.linears, scales, strict=True)
         first, second, of_queries, of_keys = (_norm_arguments(each) for each in layer.norms)
@@ -403,7 +408,7 @@ class DecoderSteps:
         return StepMemory(
             written=torch.empty(self._rows, dtype=torch.int64),
             evicted=torch.empty(self._rows, dtype=torch.int64),
-            evicted_positions=torch.empty(self._rows, dtype=torch.int32),
+            evicted_positions=torch.full((self._rows,), EMPTY, dtype=torch.int32),
             state=torch.empty(state) if state else None,
             mass=torch.empty(mass) if self._is_kept else None,
             queries=torch.empty(queries, dtype=self._dtype) if keeps_queries else None,
@@ -449,6 +454,26 @@ class DecoderSteps:
         own: Tensor = memory.mass.split(self._masses)[layer]
         return Mass(own.view(self._batch, self._kept_heads[layer], 1, -1), None)
 
+    def masses(self, memory: StepMemory, layers: Sequence[int]) -> Mass:
+        """The attention that the slots of some layers got in a step, as rows of one batch."""
+        assert memory.mass is not None, "attention that nobody kept"
+        own, heads = memory.mass.split(self._masses), self._kept_heads[layers[0]]
+        return Mass(torch.cat([own[layer].view(self._batch, heads, 1, -1) for layer in layers]), None)
+
+    def joined_queries(self, memory: StepMemory, layers: Sequence[int]) -> Queries:
+        """The queries of a step in some layers, as rows of one batch."""
+        assert memory.queries is not None, "queries that nobody kept"
+        own: Sequence[Tensor] = memory.queries.view(sum(self._kept_heads), -1).split(self._kept_heads)
+        return torch.cat([own[layer].reshape(self._batch, -1, 1, self._head_dim) for layer in layers])
+
+    def set_evicted(self, memory: StepMemory, layers: Sequence[int], slots: SlotIndex, positions: SlotIndex) -> None:
+        """Note the slots that a policy chose in some layers, given as rows of one batch, and their positions."""
+        for layer, its_slots, its_positions in zip(
+            layers, slots.chunk(len(layers)), positions.chunk(len(layers)), strict=True
+        ):
+            self._part(memory.evicted, layer).copy_(its_slots)
+            self._part(memory.evicted_positions, layer).copy_(its_positions)
+
     def queries(self, memory: StepMemory, layer: int) -> Queries:
         """The queries of a step in a layer."""
         assert memory.queries is not None, "queries that nobody kept"
@@ -492,6 +517,7 @@ def _token_arguments(token: TokenInput, result: int) -> "_native.GivenArguments"
         token.next_positions.data_ptr(),
         address(token.starts),
         address(token.row_sinks),
+        pin_arguments(token.pins),
         token.longest,
     )
 

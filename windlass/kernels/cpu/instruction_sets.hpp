@@ -3,6 +3,8 @@
 #include <string>
 
 #include "call.hpp"
+#include "expected.hpp"
+#include "redundancy.hpp"
 #include "retain.hpp"
 
 namespace windlass {
@@ -23,6 +25,8 @@ struct Kernels {
     void (*read_tokens)(const ReadTokens &call, int threads);
     void (*remember)(const RecallStep &call, const Recall &store);
     void (*recall)(const RecallStep &call, const Recall &store, float *scratch, int threads);
+    void (*redundancy)(const Redundancy &call, float *scratch, int threads);
+    void (*expected)(const Expected &call, float *scratch, int threads);
 };
 
 }  // namespace windlass
@@ -41,11 +45,13 @@ struct Kernels {
     void read_tokens(const ReadTokens &call, int threads);                                                 \
     void remember(const RecallStep &call, const Recall &store);                                            \
     void recall(const RecallStep &call, const Recall &store, float *scratch, int threads);                 \
+    void redundancy(const Redundancy &call, float *scratch, int threads);                                  \
+    void expected(const Expected &call, float *scratch, int threads);                                      \
     void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads); \
     void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);   \
     constexpr Kernels kernels{&attend, &rotate,     &encode,           &mean_key_cosine,                    \
                               &linear, &decode_weights, &query_mass, &before_attention, &after_attention, &retain,           \
-                              &best_pages, &read_tokens, &remember, &recall};                               \
+                              &best_pages, &read_tokens, &remember, &recall, &redundancy, &expected};       \
     }
 WINDLASS_DECLARE(plain)
 #ifdef WINDLASS_X86

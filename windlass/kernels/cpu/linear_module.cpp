@@ -140,6 +140,7 @@ class DecoderSteps {
         const std::uint8_t *hidden;
         std::uint8_t *result;
         const std::int64_t *positions, *next_positions, *starts, *row_sinks;
+        Pins pins;
         int longest;  // tokens of any row at most: 1, or 0
     };
 
@@ -171,7 +172,7 @@ class DecoderSteps {
             const Decode::Given &now = steps[i];
             const bool has_all = layer.heads.empty();
             const auto part = [](const void *states) { return const_cast<std::uint8_t *>(static_cast<const std::uint8_t *>(states)); };
-            if (undo.state && layer.is_observed)
+            if (undo.state && layer.is_observed && !layer.state.empty())
                 std::memcpy(undo.state + layer.state_at, layer.state[0], layer.rows * layer.slots * sizeof(float));
             if (!now.evicted) std::fill_n(undo.evicted_positions + layer.at, layer.rows, -1);
             const BeforeAttention states{sizes.batch, hidden, part(now.queries), part(now.keys.states), part(now.values.states)};
@@ -220,7 +221,7 @@ class DecoderSteps {
                 if (undo.evicted_positions[at] >= 0) positions[undo.evicted[at]] = undo.evicted_positions[at];
                 positions[undo.written[at]] = EMPTY;
             }
-            if (undo.state && layer.is_observed)
+            if (undo.state && layer.is_observed && !layer.state.empty())
                 std::memcpy(layer.state[0], undo.state + layer.state_at, layer.rows * layer.slots * sizeof(float));
             if (layer.recall_positions)
                 for (int row = 0; row < sizes.batch; ++row)
@@ -295,7 +296,8 @@ class DecoderSteps {
                            {},
                            layer.recall_positions ? given.starts : nullptr,
                            layer.recall_positions && layer.has_evicted,
-                           given.row_sinks};
+                           given.row_sinks,
+                           given.pins};
         for (float *state : layer.state) step.state.push_back({state, state});
         for (const auto &[slots, stood] : released) step.released.push_back({slots + layer.at, stood + layer.at, 1});
         return step;
@@ -305,7 +307,7 @@ class DecoderSteps {
 using LayerArguments = std::tuple<const BoundLayer *, Decode *, std::pair<Address, std::vector<Address>>,
                                   std::tuple<std::int64_t, std::int64_t>, std::tuple<std::int64_t, std::int64_t, bool>, bool,
                                   std::pair<Address, std::int64_t>, std::tuple<std::vector<int>, bool, bool>>;
-using GivenArguments = std::tuple<Address, Address, Address, Address, Address, Address, int>;
+using GivenArguments = std::tuple<Address, Address, Address, Address, Address, Address, std::pair<Address, int>, int>;
 using UndoArguments = std::tuple<Address, Address, Address, Address, Address, Address, Address>;
 using ReleasedArguments = std::vector<std::pair<Address, Address>>;
 
@@ -319,9 +321,10 @@ DecoderSteps::Layer layer_of(const LayerArguments &from) {
     return layer;
 }
 DecoderSteps::Given given_of(const GivenArguments &from) {
-    const auto [hidden, result, positions, next_positions, starts, row_sinks, longest] = from;
+    const auto [hidden, result, positions, next_positions, starts, row_sinks, pins, longest] = from;
     return {at<const std::uint8_t>(hidden), at<std::uint8_t>(result), at<const std::int64_t>(positions),
-            at<const std::int64_t>(next_positions), at<const std::int64_t>(starts), at<const std::int64_t>(row_sinks), longest};
+            at<const std::int64_t>(next_positions), at<const std::int64_t>(starts), at<const std::int64_t>(row_sinks),
+            {at<const std::int64_t>(pins.first), pins.second}, longest};
 }
 DecoderSteps::Undo undo_of(const UndoArguments &from) {
     const auto [written, evicted, evicted_positions, state, mass, queries, keys] = from;

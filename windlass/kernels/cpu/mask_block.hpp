@@ -15,8 +15,10 @@ struct BlockMask {
 void mask_block(const Attend &call, int row, int score_head, int start, int count, BlockMask &mask) {
     const std::int32_t *slots =
         call.slot_positions + (std::int64_t(row) * call.score_heads + score_head) * call.slots + start;
-    std::int32_t positions[BLOCK];
-    for (int j = 0; j < BLOCK; ++j) positions[j] = j < count ? slots[j] : -1;
+    std::int32_t positions[BLOCK], newest = -1;
+    for (int j = 0; j < BLOCK; ++j) positions[j] = j < count ? slots[j] : -1, newest = positions[j] > newest ? positions[j] : newest;
+    mask.is_empty = newest < 0;
+    if (mask.is_empty) return;
     std::int32_t seen[BLOCK] = {}, near[BLOCK] = {}, far[BLOCK] = {};
     const std::int32_t near_window = call.has_far() ? call.near_window : INT32_MAX;
     for (int t = 0; t < call.tokens; ++t) {

@@ -101,6 +101,43 @@ void mean_key_cosine(std::tuple<int, int, int, int> sizes, int format, PackedArg
     kernels_of(instruction_set).mean_key_cosine(call, scratch, threads);
 }
 
+void redundancy(std::tuple<int, int, int> sizes, int format, PackedArguments keys, Address positions, Address order, float threshold,
+                Address out, const std::string &instruction_set, int threads) {
+    const auto [batch, kv_heads, slots] = sizes;
+    const Redundancy call{batch,
+                          kv_heads,
+                          slots,
+                          Format(format),
+                          packed_states(keys),
+                          at<const std::int32_t>(positions),
+                          at<const std::int64_t>(order),
+                          threshold,
+                          at<float>(out)};
+    float *scratch = scratch_of(threads * call.scratch());
+    nb::gil_scoped_release released;
+    kernels_of(instruction_set).redundancy(call, scratch, threads);
+}
+
+void expected(std::tuple<int, int, int, int, int, int> sizes, Address keys, Address means, Address covariances,
+              std::pair<Address, Address> turn, Address out, const std::string &instruction_set, int threads) {
+    const auto [batch, kv_heads, group, slots, channels, pairs] = sizes;
+    const Expected call{batch,
+                        kv_heads,
+                        group,
+                        slots,
+                        channels,
+                        pairs,
+                        at<const float>(keys),
+                        at<const float>(means),
+                        at<const float>(covariances),
+                        at<const float>(turn.first),
+                        at<const float>(turn.second),
+                        at<float>(out)};
+    float *scratch = scratch_of(threads * call.scratch());
+    nb::gil_scoped_release released;
+    kernels_of(instruction_set).expected(call, scratch, threads);
+}
+
 using DigestArguments = std::tuple<Address, Address, Address, Address, int>;
 
 BestPages::Digests digests_of(const DigestArguments &from) {
@@ -234,7 +271,7 @@ Decode::Given decode_given(NewArguments queries, NewArguments keys, NewArguments
                            const std::vector<std::pair<Address, Address>> &state, Address written, Address out,
                            Address mass, std::pair<Address, Address> evicted,
                            const std::vector<std::tuple<Address, Address, std::int64_t>> &released,
-                           std::pair<Address, bool> recall, Address row_sinks) {
+                           std::pair<Address, bool> recall, Address row_sinks, std::pair<Address, int> pins) {
     Decode::Given given{at<const std::uint8_t>(std::get<0>(queries)),
                         {std::get<1>(queries), std::get<2>(queries)},
                         new_states(keys),
@@ -251,7 +288,8 @@ Decode::Given decode_given(NewArguments queries, NewArguments keys, NewArguments
                         {},
                         at<const std::int64_t>(recall.first),
                         recall.second,
-                        at<const std::int64_t>(row_sinks)};
+                        at<const std::int64_t>(row_sinks),
+                        {at<const std::int64_t>(pins.first), pins.second}};
     for (const auto &[from, to] : state) given.state.push_back({at<const float>(from), at<float>(to)});
     for (const auto &[slots, stood, count] : released)
         given.released.push_back({at<const std::int64_t>(slots), at<const std::int32_t>(stood), count});
@@ -308,9 +346,9 @@ NB_MODULE(_native, module) {
                             const std::vector<std::pair<Address, Address>> &state, Address written, Address out,
                             Address mass, std::pair<Address, Address> evicted,
                             const std::vector<std::tuple<Address, Address, std::int64_t>> &released,
-                            std::pair<Address, bool> recall, Address row_sinks) {
+                            std::pair<Address, bool> recall, Address row_sinks, std::pair<Address, int> pins) {
             new (self) Decode::Given(decode_given(queries, keys, values, positions, slot_positions, state, written,
-                                                  out, mass, evicted, released, recall, row_sinks));
+                                                  out, mass, evicted, released, recall, row_sinks, pins));
         });
     nb::class_<Decode>(module, "Decode")
         .def("__init__",
@@ -336,6 +374,10 @@ NB_MODULE(_native, module) {
                "scales"_a, "instruction_set"_a, "threads"_a);
     module.def("mean_key_cosine", &mean_key_cosine, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
+    module.def("expected", &expected, "sizes"_a, "keys"_a, "means"_a, "covariances"_a, "turn"_a, "out"_a,
+               "instruction_set"_a, "threads"_a);
+    module.def("redundancy", &redundancy, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "order"_a, "threshold"_a,
+               "out"_a, "instruction_set"_a, "threads"_a);
     module.def("best_pages", &best_pages, "sizes"_a, "format"_a, "queries"_a, "pieces"_a, "digests"_a,
                "candidates"_a, "kept"_a, "best"_a,
                "instruction_set"_a, "threads"_a);

@@ -89,6 +89,7 @@ class Row {
         const std::int64_t chunk = end() - end() % call.attention_chunk;
         const std::int32_t unseen = clamped(std::max(end() - call.sliding_window + 1, chunk));
         constexpr std::int32_t none = std::numeric_limits<std::int32_t>::max();
+        if (call.pins.ranges) raise_pinned();
         std::int32_t least = none, oldest = none;
         for (int i = 0; i < slots; ++i) {
             const std::int32_t position = positions[i];
@@ -106,6 +107,17 @@ class Row {
         int slot = 0;  // tokens may share a position
         while (positions[slot] != oldest || ranks[slot] != least) ++slot;
         return slot;
+    }
+
+    // Pinned tokens rank above all others but sinks and the window.
+    void raise_pinned() const {
+        constexpr float highest = MOST / 2;
+        for (int i = 0; i < slots; ++i) scores[i] = scores[i] < highest ? scores[i] : scores[i] >= highest ? highest : LEAST;  // of NaN, too
+        const std::int64_t *bounds = call.pins.bounds + std::size_t(row) * call.pins.ranges * 2;
+        for (int range = 0; range < call.pins.ranges; ++range) {
+            const std::int32_t start = clamped(bounds[2 * range]), stop = clamped(bounds[2 * range + 1]);
+            for (int i = 0; i < slots; ++i) scores[i] = (positions[i] >= start) & (positions[i] < stop) ? MOST : scores[i];
+        }
     }
 
     // The state of each slot that holds a token, pooled over its neighbours in the text.

@@ -19,6 +19,12 @@ struct Ranking {
     bool is_mean;
 };
 
+// Ranges [start, stop) of positions that each row never evicts, (batch, ranges, 2). An empty range pins nothing.
+struct Pins {
+    const std::int64_t *bounds;
+    int ranges;  // 0: no row has any
+};
+
 struct Retain {
     int batch, kv_heads, score_heads, slots;
     Ranking ranking;
@@ -27,6 +33,7 @@ struct Retain {
     const std::int64_t *query_positions;  // (batch), negative for padding
     const std::int64_t *next_positions;   // (batch)
     const std::int64_t *row_sinks;        // (batch), or null: all rows have `sinks`
+    Pins pins;
     const float *mass;                    // (batch, kv_heads, slots), null where nothing is observed
     const float *cosines;                 // (batch, kv_heads, slots), for `novelty` (else null)
     float *state;                         // (batch, score_heads, slots), null where nothing is kept

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from windlass.core.inputs import Format, GroupCodes, LinearLayer, PackedStates, Visibility
 from windlass.core.positions import RotaryBranch
-from windlass.core.types import RotaryTable
+from windlass.core.types import PinnedRanges, RotaryTable
 
 NO_LIMIT: Final = 2**31 - 1  # a distance that no token reaches
 FLOATS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -66,6 +66,11 @@ def table_arguments(tables: tuple[RotaryTable, RotaryTable] | None) -> tuple[int
 
 def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def pin_arguments(pins: PinnedRanges | None) -> tuple[int, int]:
+    """The address of pinned ranges, which are contiguous, and their number in a row."""
+    return (0, 0) if pins is None else (pins.data_ptr(), pins.shape[1])
 
 
 def visibility_arguments(visibility: Visibility) -> tuple[int, int, int, int]:
