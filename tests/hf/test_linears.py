@@ -273,7 +273,8 @@ def test_prompts_of_16_bits_are_multiplied_as_floats_where_that_is_faster(
     rows.clear()
     ours, theirs = model(tokens(count), past_key_values=KVCache(model)).logits, plain(tokens(count)).logits
     truth = plain.double()(tokens(count)).logits
-    assert len(rows) == (linear_count(model) if instructions in ("avx2", "avx512") else 0)
+    is_short = dtype is torch.bfloat16 and count <= 32  # which the kernel of a layer takes with all instructions
+    assert len(rows) == (linear_count(model) if is_short or instructions in ("avx2", "avx512") else 0)
     assert (ours - truth).std() <= 1.1 * (theirs - truth).std()
 
 
