@@ -46,7 +46,7 @@ class PolicyState(NamedTuple):
 
 
 @final
-class AskedLayers:
+class PolicyLayers:
     """Layers in which the policy itself observes and evicts, because no kernel knows how it ranks.
 
     It is asked once for all of them, as rows of one batch. A layer is alone where its policy has to know which layer it
@@ -55,10 +55,10 @@ class AskedLayers:
 
     def __init__(self, numbers: Sequence[int], layers: Sequence[SlotLayer]) -> None:
         self.numbers, self.layers = tuple(numbers), tuple(layers)
-        self._joined = layers[0].as_rows(layers[1:])
+        self._rows: SlotLayer | None = None
 
     @classmethod
-    def groups(cls, layers: Sequence[SlotLayer], is_asked: Sequence[bool]) -> list[AskedLayers]:
+    def groups(cls, layers: Sequence[SlotLayer], is_asked: Sequence[bool]) -> list[PolicyLayers]:
         """The asked ones of all `layers`, those together that may be asked together."""
         groups = list[tuple[tuple[object, ...], list[int]]]()
         for number, layer in enumerate(layers):
@@ -75,9 +75,11 @@ class AskedLayers:
         return [cls(members, [layers[each] for each in members]) for _, members in groups]
 
     @property
-    def statistics(self) -> dict[str, Tensor]:
-        """The present statistics."""
-        return self._joined.table.statistics
+    def _joined(self) -> SlotLayer:
+        """All of them as rows of one, with their present statistics, until these are given back."""
+        if self._rows is None:
+            self._rows = self.layers[0].as_rows(self.layers[1:])
+        return self._rows
 
     def observe_and_evict(self, log: StepLog, steps: DecoderSteps, bound: int) -> None:
         """Take the second half of a step, in which rows have `bound` tokens at most. `log` notes how to undo it."""
@@ -114,9 +116,12 @@ class AskedLayers:
         self._joined.table.statistics = dict(before.statistics)
 
     def settle(self) -> None:
-        """Give each layer its statistics."""
+        """Give each layer its statistics, and hold nothing."""
+        if self._rows is None:
+            return
+        rows, self._rows = self._rows, None
         for number, layer in enumerate(self.layers):
-            its = PolicyState({}, self.statistics).part(number, len(self.layers)).statistics
+            its = PolicyState({}, rows.table.statistics).part(number, len(self.layers)).statistics
             layer.table.statistics = {name: tensor.clone() for name, tensor in its.items()}
 
     def _put_state(self, state: dict[str, Tensor]) -> None:
@@ -135,7 +140,7 @@ class StepLog:
 
     `taken` counts the tokens that earlier steps of this object wrote, in the longest row, `tokens` in each.
     `lengths` are the rows' lengths in a recall store before the step. `initial` is, per layer, the state that the
-    policy gave the new tokens. `before` is, per `AskedLayers`, the state before the policy observed and evicted.
+    policy gave the new tokens. `before` is, per `PolicyLayers`, the state before the policy observed and evicted.
     """
 
     step: Step
@@ -213,7 +218,7 @@ class FusedDecode:
         self._limit = first.rules.limits.rollback
         self._initializes = find(first.policy, Initializer) is not None  # type: ignore[type-abstract]  # none is made
         is_asked = [handle.asks(layer.rules) for layer, handle in zip(layers, handles, strict=True)]
-        self._asked = AskedLayers.groups(layers, is_asked)
+        self._asked = PolicyLayers.groups(layers, is_asked)
         self._asked_as = {
             number: (at, place) for at, group in enumerate(self._asked) for place, number in enumerate(group.numbers)
         }

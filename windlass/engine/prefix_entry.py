@@ -114,7 +114,7 @@ Row = TypeVar("Row", bound=PrefixText)
 
 
 def superfluous(row: PrefixText, others: Iterable[Row]) -> list[Row]:
-    """Of the `others`, with the key of a row that has evicted, the beginnings of its text beyond `MOST`.
+    """Find the beginnings of a text beyond `MOST` among the `others`, which have the key of a row that has evicted.
 
     The first to go is the one without which the fewest tokens lie between two others, but for the newest ones.
     """

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import ClassVar, Final, final
 
 import torch
-from torch import Tensor
 
 from windlass import kernels
 from windlass.core.errors import UsageError, check_kind
@@ -178,28 +177,22 @@ class Plain(Store):
 class PlainRows(Plain):
     """The plain stores of several layers, as rows of one batch, for policies that read keys and values.
 
-    Each call writes to the same memory.
+    It holds no memory of its own: each call copies.
     """
 
     def __init__(self, layers: Sequence[Store]) -> None:
         super().__init__()
-        self._layers, self._joined = layers, dict[str, Tensor]()
+        self._layers = layers
 
     @property
     def slots(self) -> int:
         return self._layers[0].slots
 
     def keys(self) -> SlotKeys:
-        return self._rows("keys", [each.keys() for each in self._layers])
+        return torch.cat([each.keys() for each in self._layers])
 
     def values(self) -> SlotValues:
-        return self._rows("values", [each.values() for each in self._layers])
-
-    def _rows(self, name: str, states: Sequence[Tensor]) -> Tensor:
-        first = states[0]
-        if name not in self._joined:
-            self._joined[name] = first.new_empty(len(states) * first.shape[0], *first.shape[1:])
-        return torch.cat(list(states), out=self._joined[name])
+        return torch.cat([each.values() for each in self._layers])
 
 
 STORES: Final[dict[str, type[Store]]] = {"plain": Plain, "int8": Int8, "int4": Int4}
