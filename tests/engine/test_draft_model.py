@@ -163,10 +163,10 @@ def test_refusals(finder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     other = copy.deepcopy(tokenizer)
     other.add_tokens(["<other>"])
     with pytest.raises(UsageError, match=r"--speculate .* reads other tokens than the model. Use a smaller model"):
-        speculate.loaded(str(MODEL), finder, other, CacheOptions(budget=40))
-    drafts = speculate.loaded(str(MODEL), finder, tokenizer, CacheOptions(budget=40, chunk=16))
+        speculate.load_drafts(str(MODEL), finder, other, CacheOptions(budget=40))
+    drafts = speculate.load_drafts(str(MODEL), finder, tokenizer, CacheOptions(budget=40, chunk=16))
     assert isinstance(drafts, DraftModel)
-    assert [speculate.loaded(name, finder, tokenizer, CacheOptions()) for name in ("lookup", "off", None)] == [
+    assert [speculate.load_drafts(name, finder, tokenizer, CacheOptions()) for name in ("lookup", "off", None)] == [
         "lookup",
         "off",
         None,

@@ -373,8 +373,8 @@ Speculate = Annotated[
         metavar="lookup|MODEL",
         autocompletion=names_of(("lookup", "off")),
         help="Draft tokens, and verify them together: lookup takes those that followed the last ones earlier in the "
-        "text, and a smaller MODEL with the same tokenizer writes them. The text is the same, written faster (default: "
-        "off).",
+        "text, and is faster where it repeats. A smaller MODEL with the same tokenizer writes its own. The text is the "
+        "same (default: off).",
     ),
 ]
 Seed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Same seed, same text.")]

@@ -51,8 +51,7 @@ from windlass.engine import generate as engine
 from windlass.engine import templates
 from windlass.engine.generate import Stream
 from windlass.engine.sampling import Result, Sampling
-from windlass.engine.speculate import check_name
-from windlass.engine.speculate import loaded as loaded_drafts
+from windlass.engine.speculate import check_drafts_name, load_drafts
 from windlass.engine.templates import system_tokens
 from windlass.engine.text import encode
 from windlass.hf import prompt_cache
@@ -86,8 +85,8 @@ HALF_PRECISION = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 EVICTION_COST: Final = (
     "On SmolLM2-135M, KeyDiff found 10 of 96 facts in 1,000 tokens of novels with 250 slots, 82 with 130 slots and "
-    "--recall 120, and the full cache 79. Behind 8,192 tokens of novels, in 256 slots, it lost 0.218 nats a token, and "
-    "--policy snapkv 0.091 (docs/results/smollm2.md)"
+    "--recall 120, and the full cache 79. Behind 8,192 tokens of novels, in 256 slots, KeyDiff lost 0.218 nats a "
+    "token to the full cache, and --policy snapkv 0.091 (docs/results/smollm2.md)"
 )
 
 
@@ -178,7 +177,7 @@ class PromptInput:
 
     def __post_init__(self) -> None:
         check_max_tokens(self.max_tokens)
-        check_name(self.speculate)
+        check_drafts_name(self.speculate)
         if "" in (self.stop or ()):
             raise UsageError("--stop is an empty text, which every text begins with. Leave it out")
         if self.is_raw and self.system is not None:
@@ -275,7 +274,7 @@ def generate(
     Raises: UsageError for a system prompt where it has no place, or a file that cannot be written.
     """
     text = fed(session, prompt, asked)
-    drafts = loaded_drafts(asked.speculate, session.model, session.tokenizer, session.cache.options)
+    drafts = load_drafts(asked.speculate, session.model, session.tokenizer, session.cache.options)
     with as_interrupts(session.cache.heads is None), recording(record, session.cache, session.tokenizer) as write_frame:
 
         def progress(done: int, total: int) -> None:

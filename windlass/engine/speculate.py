@@ -106,17 +106,18 @@ class LookupIndex(DraftSource):
 class DraftModel:
     """A smaller model that drafts what follows in texts of another one, whose tokenizer it shares.
 
-    It reads all that the other reads, into a cache of its own with these options (default: no budget). A text that
-    begins with the last one is read from there on.
+    It reads all that the other reads, into a cache of its own with these options (default: no budget), whose `rollback`
+    is raised to the longest draft. A text that begins with the last one is read from there on.
 
     Raises: UsageError for a model whose cache cannot take single tokens back, or options of several rows.
     """
 
     def __init__(self, model: PreTrainedModel, options: CacheOptions | None = None) -> None:
-        options = replace(CacheOptions() if options is None else options, rollback=LONGEST + 1)
+        options = CacheOptions() if options is None else options
         if options.batch != 1:
             raise UsageError(f"a draft model drafts one text, but its options have batch={options.batch}. Leave it out")
-        self.model, self._cache = model, KVCache.from_options(model, options)
+        rollback = max(options.rollback, LONGEST + 1)
+        self.model, self._cache = model, KVCache.from_options(model, replace(options, rollback=rollback))
         check_drafts(type(model).__name__, self._cache)
         self._held = array("i")  # the tokens that the cache has read
 
@@ -245,7 +246,7 @@ def check_speculate(speculate: Speculate) -> None:
         raise UsageError(f"speculate={shown(speculate)} is no kind of drafts. Use {LOOKUP!r}, {OFF!r}, or a DraftModel")
 
 
-def check_name(name: str | None) -> None:
+def check_drafts_name(name: str | None) -> None:
     """Raises: UsageError for a name of drafts that can be no model's, before the large model is loaded."""
     if name in (LOOKUP, OFF, None) or "/" in name or Path(name).exists():
         return
@@ -255,7 +256,7 @@ def check_name(name: str | None) -> None:
     )
 
 
-def loaded(
+def load_drafts(
     name: str | None, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: CacheOptions
 ) -> Speculate:
     """The drafts that a command line names: `lookup`, `off`, or a model, whose cache has the budget of `options`.

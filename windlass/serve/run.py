@@ -29,7 +29,7 @@ from windlass.engine.prefill import end_of_text
 from windlass.engine.request import PREFIX, EngineLimits, ReuseMode
 from windlass.engine.row_bytes import replace_batch
 from windlass.engine.scheduler import Scheduler, Service, Watcher
-from windlass.engine.speculate import check_name, loaded
+from windlass.engine.speculate import check_drafts_name, load_drafts
 from windlass.hf.attach import attached
 from windlass.hf.forward import vocabulary_of
 from windlass.serve.app import Server, make_app
@@ -216,7 +216,7 @@ class ServeOptions:
         cannot be, or a folder without memory for reuse."""
         check_address(self.host, self.keys)
         check_origins(self.origins)
-        check_name(self.speculate)
+        check_drafts_name(self.speculate)
         check_kinds([replace_batch(options, rows) for rows, options in self.all_rows])
         if self.reuse_folder is not None:
             check_folder(self.reuse_folder, "--reuse-folder")
@@ -263,7 +263,7 @@ def scheduler_of(
 ) -> Scheduler:
     """The engine, which is still to be started."""
     disk = None if asked.reuse_folder is None else DiskTier(asked.reuse_folder, asked.disk_bytes, model)
-    drafts = loaded(asked.speculate, model, tokenizer, asked.options)
+    drafts = load_drafts(asked.speculate, model, tokenizer, asked.options)
     return Scheduler(model, tokenizer, asked.all_rows, asked.limits, asked.reuse_bytes, watcher, disk, drafts)
 
 

@@ -28,7 +28,7 @@ from windlass.cli.terminal import INTERRUPTED, note, say, unechoed
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.files import BYTE_ORDER_MARK
 from windlass.engine.generate import Stream
-from windlass.engine.speculate import loaded
+from windlass.engine.speculate import load_drafts
 from windlass.hf.model_facts import shown_name
 from windlass.hf.weights import fingerprint
 
@@ -51,7 +51,7 @@ def chat(session: Session, asked: PromptInput, arguments: ChatArguments) -> int:
         system=asked.system,
         show=show_reply if is_terminal else None,
         stop=asked.stop,
-        speculate=loaded(asked.speculate, session.model, session.tokenizer, session.cache.options),
+        speculate=load_drafts(asked.speculate, session.model, session.tokenizer, session.cache.options),
     )
     if arguments.conversation is not None:
         saved = conversation.read(arguments.conversation)
