@@ -108,7 +108,7 @@ def test_evicted_tokens_are_written_once(
         answers.append(talk.turn(new))
         ids, ends = talk.ids, talk.ends
         assert talk.usages[0].prompt - talk.usages[0].cached <= len(new) + 1
-        wait_for(lambda: len(ids) - 1 in tokens_in(tmp_path))
+        wait_for(lambda: len(ids) - 1 in {each.tokens for each in disk.stored(EntrySelector(""))})
         found = segments(tmp_path)
         assert known.items() <= found.items()
         known.update(found)
