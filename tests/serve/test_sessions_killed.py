@@ -61,19 +61,20 @@ def turn(port: int, session: str, budget: int, text: str) -> tuple[str, int, int
     return answer.document["choices"][0]["message"]["content"], usage["prompt_tokens"], cached
 
 
-def has_row(folder: Path, tokens: int) -> bool:
-    """Return True if a row of so many tokens is written."""
-    return any(int(path.name.split("-")[2]) == tokens for path in folder.glob("*.safetensors"))
+def have_row(folder: Path, tokens: int, rows: int) -> bool:
+    """Return True if so many rows of so many tokens are written."""
+    return sum(int(path.name.split("-")[2]) == tokens for path in folder.glob("*.safetensors")) == rows
 
 
 def test_a_session_goes_on_after_a_kill(tmp_path: Path) -> None:
     """Within the budget and beyond it. A turn under way at the kill leaves no trace."""
     sessions, killed, whole = (("wide", WIDE), ("narrow", NARROW)), {}, {}
     with process(tmp_path) as (server, port):
-        for name, budget in sessions:
+        for rows, (name, budget) in enumerate(sessions, 1):
             killed[name] = [turn(port, name, budget, text) for text in TURNS[:2]]
             tokens = killed[name][1][1] + 23  # the last one is not fed
-            assert soon(partial(has_row, tmp_path, tokens), 30.0)
+            assert soon(partial(have_row, tmp_path, tokens, rows), 30.0)
+        for name, budget in sessions:
             whole[name] = [turn(port, f"whole-{name}", budget, text) for text in TURNS]
         client = RawClient(port)
         fields: dict[str, Any] = {"session": "wide", "user": "wide", "stream": True, "max_tokens": 4000}
