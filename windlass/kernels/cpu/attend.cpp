@@ -14,7 +14,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 #include <utility>
 
 #include "call.hpp"
@@ -677,23 +676,6 @@ class Kernel {
         }
     }
 };
-
-// Calls `use` with the format as a compile-time constant.
-template <class Use>
-void with_format(Format format, Use use) {
-    switch (format) {
-        case Format::float32:
-            return use(std::integral_constant<Format, Format::float32>{});
-        case Format::bfloat16:
-            return use(std::integral_constant<Format, Format::bfloat16>{});
-        case Format::float16:
-            return use(std::integral_constant<Format, Format::float16>{});
-        case Format::int8:
-            return use(std::integral_constant<Format, Format::int8>{});
-        case Format::int4:
-            return use(std::integral_constant<Format, Format::int4>{});
-    }
-}
 
 }  // namespace
 

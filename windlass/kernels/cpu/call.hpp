@@ -2,11 +2,29 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 #include <vector>
 
 namespace windlass {
 
 enum class Format : int { float32, bfloat16, float16, int8, int4 };
+
+// Calls `use` with the format as a compile-time constant.
+template <class Use>
+void with_format(Format format, Use use) {
+    switch (format) {
+        case Format::float32:
+            return use(std::integral_constant<Format, Format::float32>{});
+        case Format::bfloat16:
+            return use(std::integral_constant<Format, Format::bfloat16>{});
+        case Format::float16:
+            return use(std::integral_constant<Format, Format::float16>{});
+        case Format::int8:
+            return use(std::integral_constant<Format, Format::int8>{});
+        case Format::int4:
+            return use(std::integral_constant<Format, Format::int4>{});
+    }
+}
 
 // Scales of a token of so many channels: one, or a scale and an offset for each 1 << group_bits channels.
 inline int scales_of(int channels, int group_bits) { return group_bits ? 2 * (((channels - 1) >> group_bits) + 1) : 1; }

@@ -115,13 +115,7 @@ void run(const Redundancy &call, float *scratch, int threads) {
 }  // namespace
 
 void redundancy(const Redundancy &call, float *scratch, int threads) {
-    switch (call.format) {
-        case Format::float32: return run<Format::float32>(call, scratch, threads);
-        case Format::bfloat16: return run<Format::bfloat16>(call, scratch, threads);
-        case Format::float16: return run<Format::float16>(call, scratch, threads);
-        case Format::int8: return run<Format::int8>(call, scratch, threads);
-        case Format::int4: return run<Format::int4>(call, scratch, threads);
-    }
+    with_format(call.format, [&](auto f) { run<f.value>(call, scratch, threads); });
 }
 
 }  // namespace windlass::WINDLASS_SET
