@@ -526,8 +526,9 @@ def test_modes_are_read_and_written() -> None:
     for spec, mode in (
         ("exact", EXACT),
         ("prefix", PREFIX),
-        ("edited", EDITED.mode),
+        ("edited(0)", EDITED.mode),
         ("edited(16)", ReuseMode("edited", 16)),
     ):
         assert ReuseMode.of(spec) == mode
         assert str(mode) == spec
+    assert str(ReuseMode.of("edited")) == "edited(64)"

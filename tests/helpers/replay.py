@@ -33,7 +33,7 @@ from windlass.engine.text import Stops, shared
 from windlass.hf.load import load
 
 HABITS: Final = ("thoughts", "reminder", "pruned", "early word", "hash", "branch", "retry", "plain")
-MODES: Final = ("edited", "edited(16)", "edited(64)", "edited(256)")
+MODES: Final = ("edited(0)", "edited(16)", "edited(64)", "edited(256)")
 FURTHER: Final = 64  # tokens whose predictions are compared
 SINKS: Final = Sinks(4, 4)
 OPENING: Final = "<|im_start|>assistant\n"

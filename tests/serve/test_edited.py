@@ -59,8 +59,8 @@ def test_an_edited_history_is_not_read_again(model: PreTrainedModel, budget: int
         assert (prefix["moved"], prefix["again"]) == (0, 0)
     with engine_served(model, with_template(), options, reuse_bytes=1 << 26) as (port, _):
         usage(port, MESSAGES)
-        other = usage(port, EDITED, user="bob", cache={"reuse": "edited"})
-        found = usage(port, EDITED, cache={"reuse": "edited"})
+        other = usage(port, EDITED, user="bob", cache={"reuse": "edited(0)"})
+        found = usage(port, EDITED, cache={"reuse": "edited(0)"})
         assert other["moved"] == 0
         assert 0 < found["read"] < prefix["read"] // 4 < other["read"] // 4
         assert found["moved"] > other["read"] // 2

@@ -79,7 +79,7 @@ ReuseModeText = Annotated[
         "--reuse-mode",
         metavar="MODE",
         help="Cached tokens that requests use: exact (same bits), prefix (also answers), edited (also tokens behind an "
-        "edit, moved). edited(16) reads 16 tokens behind each edit again.",
+        "edit, moved, but for 64 that are read again). edited(16) reads 16 again.",
     ),
 ]
 ReuseFolder = Annotated[

@@ -36,6 +36,7 @@ class Grammar(ABC):
 
 ReuseName = Literal["exact", "prefix", "edited"]
 REUSES: Final = get_args(ReuseName)
+EDIT_WINDOW: Final = 64  # tokens read again behind each edit, if no number is given (docs/log.md, edited histories)
 FORMS: Final = "exact, prefix, edited, edited(16)"
 
 
@@ -58,12 +59,12 @@ class ReuseMode:
         for name in REUSES:
             if typed is not None and typed.name == name:
                 numbers = parse_ints(f"reuse={spec!r}", typed, ("edit_window",) if name == "edited" else ())
-                window = numbers.get("edit_window", 0)
+                window = numbers.get("edit_window", EDIT_WINDOW if name == "edited" else 0)
                 return cls(name, whole_number("reuse: edit_window", window, 0, MAX_NUMBER))
         raise UsageError(f"reuse={spec!r} is no mode. Use one of: {FORMS}{near_to(spec, REUSES)}")
 
     def __str__(self) -> str:
-        return f"{self.name}({self.edit_window})" if self.edit_window else self.name
+        return f"edited({self.edit_window})" if self.name == "edited" else self.name
 
 
 EXACT: Final = ReuseMode()
