@@ -35,7 +35,6 @@ from windlass.hf.probe import QueryScale, eval_mode
 from windlass.hf.recurrent import LayerKinds
 from windlass.hf.self_check import ROUNDING
 from windlass.hf.weights import FewRows, linears_of, watch_weights
-from windlass.kernels.cpu import MANY_ROWS
 from windlass.positions.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -463,9 +462,10 @@ def _watch_forward(watch: Watch, module: nn.Module) -> None:
 
 @final
 class FewTokensLayer:
-    """The forward pass of one decoder layer: our kernel's for few tokens of a pass that is served, else its own.
+    """The forward pass of one decoder layer, by kernels in a pass that is served, else its own.
 
-    Its own, too, where gradients are wanted, or a module inside is hooked or replaced.
+    Few tokens go through one kernel, many through the linear modules and kernels between them. Its own code runs, too,
+    where gradients are wanted, or a module inside is hooked or replaced.
     """
 
     def __init__(self, module: nn.Module, whole: WholePass, attention_name: str, layers: KnownLayers) -> None:
@@ -505,21 +505,37 @@ class FewTokensLayer:
         assert cache is not None, "a kernel without a cache"
         attend = ALL_ATTENTION_FUNCTIONS[self._name]
         others = {name: value for name, value in kwargs.items() if name not in (MASK, TABLES, *CACHE_NAMES)}
-        queries, keys, values = kernel.before_attention(hidden)
+        is_few = hidden.shape[:-1].numel() <= kernel.most_tokens
+        queries, keys, values = kernel.before_attention(hidden) if is_few else self._before(kernel, hidden)
         if turn_of(cache) is not AxisRotation.NONE:
             queries, keys = self._rotate(queries, keys, *kwargs[TABLES])
         attended, _ = attend(
             self._attention, queries, keys, values, kwargs.get(MASK), scaling=self._attention.scaling, **others
         )
-        return kernel.after_attention(hidden, attended)
+        return kernel.after_attention(hidden, attended) if is_few else self._after(kernel, hidden, attended)
+
+    def _before(self, kernel: FewTokens, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of many tokens, whose products are those of the modules."""
+        normed, heads = kernel.norm(0, hidden), (*hidden.shape[:2], -1, kernel.head_dim)
+        queries, keys, values = (part.module(normed).view(heads) for part in self._linears[:3])
+        if len(self._norms) > 2:
+            queries, keys = kernel.norm(2, queries), kernel.norm(3, keys)
+        return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+
+    def _after(self, kernel: FewTokens, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The output of the layer for many tokens."""
+        output, gate, up, down = (part.module for part in self._linears[3:])
+        middle: Tensor = output(attended.flatten(2)).add_(hidden)
+        normed = kernel.norm(1, middle)
+        out: Tensor = down(kernel.gate(gate(normed), up(normed))).add_(middle)
+        return out
 
     def _kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FewTokens | None:
         """The kernel of a pass with these arguments, or None where it serves no such pass."""
         if not self._whole.is_served or len(args) != 1 or type(args[0]) is not Tensor:
             return None
         hidden, cache = args[0], our_cache(kwargs)
-        tokens = hidden.shape[:-1].numel()
-        if hidden.ndim != 3 or not 0 < tokens <= MANY_ROWS or not hidden.is_contiguous():
+        if hidden.ndim != 3 or not hidden.numel() or not hidden.is_contiguous():
             return None
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or hidden.device.type != "cpu":
             return None
@@ -529,9 +545,7 @@ class FewTokensLayer:
             return None
         self._all.prepare(cache.text.pending, hidden.dtype, hidden.device)
         prepared = self._prepared
-        if prepared is None or prepared.dtype is not hidden.dtype or prepared.kernel is None:
-            return None
-        return prepared.kernel if tokens <= prepared.kernel.most_tokens else None
+        return prepared.kernel if prepared is not None and prepared.dtype is hidden.dtype else None
 
     @property
     def kernel(self) -> FewTokens | None:

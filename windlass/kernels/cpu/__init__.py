@@ -119,22 +119,21 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`. Takes any number of queries, some at a time."""
     (_, heads, tokens, _), kv_heads = call.queries.shape, call.keys.data.shape[1]
     size = min(MAX_TOKENS, max(FEW_TOKENS, SHARED_QUERIES * kv_heads // heads))
-    if tokens <= size:
-        return _attend(call)
-    parts = [_attend(_part(call, first, min(first + size, tokens))) for first in range(0, tokens, size)]
+    if tokens <= size or call.observed is None:
+        return _attend(call, size)
+    parts = [_attend(_part(call, first, min(first + size, tokens)), size) for first in range(0, tokens, size)]
     masses = [mass for _, mass in parts if mass is not None]
-    out = torch.cat([out for out, _ in parts], 2)
-    return out, None if not masses else reduce(Mass.plus, masses)
+    return torch.cat([out for out, _ in parts], 2), reduce(Mass.plus, masses)
 
 
 def _part(call: AttentionInput, first: int, end: int) -> AttentionInput:
     """The call of the queries of some columns, each of which is observed in the part that has it."""
     index, observed = call.rotary_index, call.observed
+    assert observed is not None
     if index is not None:
         far = None if index.far is None else replace(index.far, queries=index.far.queries[..., first:end])
         index = replace(index, near=replace(index.near, queries=index.near.queries[..., first:end]), far=far)
-    if observed is not None:
-        observed = (observed - first).where((observed >= first) & (observed < end), -1)
+    observed = (observed - first).where((observed >= first) & (observed < end), -1)
     return replace(
         call,
         queries=call.queries[:, :, first:end],
@@ -144,7 +143,8 @@ def _part(call: AttentionInput, first: int, end: int) -> AttentionInput:
     )
 
 
-def _attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
+def _attend(call: AttentionInput, some: int) -> tuple[Attended, Mass | None]:
+    """The result of all queries, `some` at a time, or of so many at once where any is observed."""
     queries, keys, values, index = call.queries, call.keys, call.values, call.rotary_index
     batch, heads, tokens, _ = queries.shape
     kv_heads, slots = keys.data.shape[1:3]
@@ -185,6 +185,7 @@ def _attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         address(log_counts),
         (address(observed), 0 if observed is None else observed.shape[1], address(rows), address(rest)),
         out.data_ptr(),
+        some,
         instruction_set(),
         torch.get_num_threads(),
     )

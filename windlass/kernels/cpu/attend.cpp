@@ -28,6 +28,7 @@ namespace {
 #include "online_softmax.hpp"
 #include "rotate.hpp"
 #include "narrow.hpp"
+#include "tiles.hpp"
 #include "value_digits.hpp"
 #include "mean_key_cosine.hpp"
 #include "encode.hpp"
@@ -37,6 +38,7 @@ struct ThreadBuffers {
     float *rotated, *near, *far, *tables, *far_tables;
     float *steady, *bases, *turned;  // rows of the tables for slots that follow each other, and queries rotated for these
     bool has_steady;                 // whether all slots of the block do
+    std::uint32_t *tiles;            // of a block's keys, then of its values
 };
 
 template <Format F>
@@ -50,10 +52,12 @@ class Kernel {
         totals = partials + sizes.partials;
         logits = totals + sizes.summed;
         buffers = logits + sizes.logits;
+        tiles = buffers + sizes.keys_rotated + sizes.probabilities + sizes.tables;
         rotated_size = sizes.keys_rotated / threads;
         logits_size = sizes.probabilities / threads / 2;
         tables_size = sizes.tables / threads;
         turned_size = sizes.turned / threads;
+        tiles_size = sizes.tiles / threads;
         is_narrow = has_narrow_keys(), is_laid = has_laid_tables(), is_steady = is_laid && call.has_steady_keys() && !call.query_gain;
     }
 
@@ -86,8 +90,8 @@ class Kernel {
   private:
     const Attend &call;
     const Scratch &sizes;
-    float *queries, *unrounded, *turned, *partials, *totals, *logits, *buffers;
-    std::size_t rotated_size, logits_size, tables_size, turned_size;
+    float *queries, *unrounded, *turned, *partials, *totals, *logits, *buffers, *tiles;
+    std::size_t rotated_size, logits_size, tables_size, turned_size, tiles_size;
     bool is_narrow, is_laid, is_steady;
 
     static int thread() { return omp_get_thread_num(); }
@@ -97,7 +101,8 @@ class Kernel {
         float *near = start + rotated_size, *tables = near + 2 * logits_size;
         const std::size_t row = 2 * call.pairs;
         float *far_tables = tables + BLOCK * row, *steady = far_tables + BLOCK * row;
-        return {start, near, near + logits_size, tables, far_tables, steady, steady + STEADY * row, turned + thread_number * turned_size, false};
+        return {start, near, near + logits_size, tables, far_tables, steady, steady + STEADY * row, turned + thread_number * turned_size, false,
+                (std::uint32_t *)(tiles + thread_number * tiles_size)};
     }
     std::size_t query_at(int row, int head, bool is_far) const {
         return ((std::size_t(row) * (call.has_far() ? 2 : 1) + is_far) * call.heads + head) * call.tokens *
@@ -142,7 +147,7 @@ class Kernel {
 
     void rotate_query(const Branch &branch, int row, int score_head, int token, float *to) const {
         const std::int64_t at =
-            branch.queries[(std::int64_t(row) * call.score_heads + score_head) * call.tokens + token];
+            branch.queries[(std::int64_t(row) * call.score_heads + score_head) * call.row_tokens + token];
         const float *cos = call.cos + at * call.pairs, *sin = call.sin + at * call.pairs;
         for (int i = 0; i < call.pairs; ++i) {
             const float a = to[i], b = to[i + call.pairs];
@@ -227,25 +232,10 @@ class Kernel {
         const std::ptrdiff_t ahead = call.has_many_queries()     ? BLOCK
                                      : head + 1 < call.kv_heads ? call.slots
                                                                  : BLOCK - std::ptrdiff_t(head) * call.slots;
-        bool has_far = false;
-        // Runs of parts that are seen alike.
-        for (int part = 0, next = 0; part < BLOCK / LANES; part = next) {
-            const bool is_seen = mask.is_seen[part], is_near = is_seen && (mask.has_near[part] || !call.has_far()),
-                       is_far = is_seen && mask.has_far[part];
-            const auto is_alike = [&](int other) {
-                return mask.is_seen[other] == is_seen && mask.has_near[other] == mask.has_near[part] && mask.has_far[other] == mask.has_far[part];
-            };
-            for (next = part + 1; next < BLOCK / LANES && is_alike(next); ++next) {}
-            const int first = part * LANES, keys = (next * LANES < count ? next * LANES : count) - first;
-            if (is_near)
-                multiply_run(call.near, row, head, at + first, place + first, keys, ahead, buffers, buffers.near + first);
-            else
-                for (int q = 0; q < shared; ++q)
-                    for (int j = first; j < next * LANES; j += LANES) store(buffers.near + q * BLOCK + j, Floats{});
-            if (!is_far) continue;
-            has_far = true;
-            multiply_run(call.far, row, head, at + first, place + first, keys, ahead, buffers, buffers.far + first);
-        }
+        const bool is_tiled = has_tiles(), has_far = !is_tiled && multiply_runs(row, head, at, place, count, mask, ahead, buffers);
+#if defined(__AVX512BF16__)
+        if (is_tiled) multiply_tiles(row, head, at, place, count, mask, buffers);
+#endif
         float *states = partial_of(row, split, head * call.group());
         float padded_counts[BLOCK] = {};
         if (call.log_counts) {
@@ -270,7 +260,36 @@ class Kernel {
                 for (int i = 0; i < some; ++i)
                     advance_softmax<1>(highest + i, logits + i * BLOCK, first + i * sizes.partial_width, sizes.partial_width, sizes.value_width);
         }
+#if defined(__AVX512BF16__)
+        if (is_tiled) return add_tiles(place, count, mask, shared, buffers, states);
+#endif
         add_block(row, head, place, count, mask, shared, ahead, buffers, states);
+    }
+
+    // Products of a block's keys. Returns whether some count as far.
+    bool multiply_runs(int row, int head, int at, std::size_t place, int count, const BlockMask &mask, std::ptrdiff_t ahead,
+                       ThreadBuffers buffers) {
+        const int shared = call.group() * call.tokens;
+        bool has_far = false;
+        // Runs of parts that are seen alike.
+        for (int part = 0, next = 0; part < BLOCK / LANES; part = next) {
+            const bool is_seen = mask.is_seen[part], is_near = is_seen && (mask.has_near[part] || !call.has_far()),
+                       is_far = is_seen && mask.has_far[part];
+            const auto is_alike = [&](int other) {
+                return mask.is_seen[other] == is_seen && mask.has_near[other] == mask.has_near[part] && mask.has_far[other] == mask.has_far[part];
+            };
+            for (next = part + 1; next < BLOCK / LANES && is_alike(next); ++next) {}
+            const int first = part * LANES, keys = (next * LANES < count ? next * LANES : count) - first;
+            if (is_near)
+                multiply_run(call.near, row, head, at + first, place + first, keys, ahead, buffers, buffers.near + first);
+            else
+                for (int q = 0; q < shared; ++q)
+                    for (int j = first; j < next * LANES; j += LANES) store(buffers.near + q * BLOCK + j, Floats{});
+            if (!is_far) continue;
+            has_far = true;
+            multiply_run(call.far, row, head, at + first, place + first, keys, ahead, buffers, buffers.far + first);
+        }
+        return has_far;
     }
 
     // Whether keys are rounded to bfloat16 once they are rotated, as the queries are.
@@ -301,6 +320,11 @@ class Kernel {
 #else
         return false;
 #endif
+    }
+
+    // Whether blocks are laid out in tiles that all queries read.
+    bool has_tiles() const {
+        return F == Format::bfloat16 && call.has_many_queries() && !call.has_far() && is_narrow && has_narrow_values();
     }
 
     const std::int32_t *rotary_positions(const Branch &branch, int row, int head, int at) const {
@@ -356,6 +380,50 @@ class Kernel {
                 with_row_keys((const std::uint8_t *)rows, 2 * width, width, 2 * sizes.key_width, [&](auto laid) { multiply_keys(laid, from, 16, next.from(j), buffers, out + j); });
             }
         }
+    }
+
+    // Products of all queries that share a kv head with a block's keys, in tiles.
+    void multiply_tiles(int row, int head, int at, std::size_t place, int count, const BlockMask &mask, ThreadBuffers buffers) const {
+        const int pairs = int(narrow_width(call.keys.channels) / 2);
+        const auto *from = (const std::uint32_t *)(queries + query_at(row, head * call.group(), false));
+        std::uint16_t *rows = (std::uint16_t *)buffers.rotated;
+        for (int first = 0; first < count; first += COLUMNS) {
+            if (!is_seen_in_tile(mask, first)) continue;
+            for (int j = first; j < first + COLUMNS; j += 16) {
+                const int some = std::clamp(count - j, 0, 16);
+                const float *tables = buffers.tables + j * 2 * call.pairs;
+                if (is_laid)
+                    with_turned_keys(place + j, some, head, tables, [&](auto turned) { lay_rows(turned, some, rows); });
+                else
+                    rotate_rows(call.near, row, head, at + j, place + j, some, rows);
+                lay_keys(rows, 2 * pairs, j - first, buffers.tiles);
+            }
+            multiply_tile<4, false>(call.group() * call.tokens, from, sizes.key_width, buffers.tiles, pairs, buffers.near + first, BLOCK);
+        }
+    }
+    // Adds a block's weighted values. Overwrites the weights.
+    void add_tiles(std::size_t place, int count, const BlockMask &mask, int shared, ThreadBuffers buffers, float *states) const {
+        const PackedStates &packed = call.values;
+        const NarrowValues values{packed.data + place * packed.row_bytes, packed.row_bytes, packed.first, packed.held, count, mask.is_seen};
+        for (int at = 0; at < shared * BLOCK; at += 32)  // in place: pairs take half the room
+            store_narrow(buffers.near + at / 2, load<Floats>(buffers.near + at), load<Floats>(buffers.near + at + 16));
+        for (int first = 0; first < count; first += COLUMNS) {
+            if (!is_seen_in_tile(mask, first)) continue;
+            const auto *weights = (const std::uint32_t *)buffers.near + first / 2;
+            for (int i = 0; i < packed.channels; i += COLUMNS) {
+                lay_values(values, first, i, packed.channels, buffers.tiles);
+                float *sums = states + MAX_LANES + i;
+                if (packed.channels - i >= COLUMNS)
+                    multiply_tile<4, true>(shared, weights, BLOCK / 2, buffers.tiles, COLUMNS / 2, sums, sizes.partial_width);
+                else
+                    multiply_tile<2, true>(shared, weights, BLOCK / 2, buffers.tiles, COLUMNS / 2, sums, sizes.partial_width);
+            }
+        }
+    }
+    static bool is_seen_in_tile(const BlockMask &mask, int first) {
+        bool is_seen = false;
+        for (int part = first / LANES; part < (first + COLUMNS) / LANES; ++part) is_seen |= mask.is_seen[part];
+        return is_seen;
     }
 
     static bool has_full_precision(const PackedStates &packed, std::size_t place, int count) {
@@ -634,7 +702,7 @@ class Kernel {
                 for (int i = 0; i < channels; ++i) first[MAX_LANES + i] += means[i] * sum_exp;
             if (call.sink_logits) sum_exp += std::exp(call.sink_logits[head] - top);
             const float inverse = sum_exp > 0 ? 1.0f / sum_exp : 0.0f;
-            const std::int64_t at = ((std::int64_t(row) * call.tokens + t) * call.heads + head) * channels;
+            const std::int64_t at = ((std::int64_t(row) * call.row_tokens + t) * call.row_heads + head) * channels;
             for (int i = 0; i < channels; ++i) first[MAX_LANES + i] *= inverse;
             put_row(call.float_format, call.out + at * (call.float_format == Format::float32 ? 4 : 2), first + MAX_LANES, channels);
             float *total = totals + ((std::size_t(row) * call.heads + head) * call.tokens + t) * 2;
@@ -680,8 +748,21 @@ class Kernel {
 }  // namespace
 
 void attend(const Attend &call, float *scratch, int threads) {
-    const Scratch sizes(call, threads);
-    with_format(call.format, [&](auto f) { Kernel<f.value>(call, sizes, scratch, threads).run(threads); });
+    const auto run = [](const Attend &part, float *own, int team) {
+        const Scratch sizes(part, team);
+        with_format(part.format, [&](auto f) { Kernel<f.value>(part, sizes, own, team).run(team); });
+    };
+    if (!call.has_many_parts()) {
+        for (int part = 0; part < call.parts(); ++part) run(call.part(part), scratch, threads);
+        return;
+    }
+    const std::size_t size = part_scratch(call, 1);
+    const int heads = call.batch * call.kv_heads;
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int i = call.parts() * heads - 1; i >= 0; --i) {  // the last part sees most
+        const int head = i % heads;
+        run(call.head(head / call.kv_heads, head % call.kv_heads).part(i / heads), scratch + omp_get_thread_num() * size, 1);
+    }
 }
 
 void rotate(const Rotate &call, int threads) {

@@ -48,6 +48,18 @@ struct PackedStates {
 
     std::size_t slot_scales() const { return std::size_t(scales_of(held, group_bits)); }
     std::int32_t ring_entry(std::size_t slot) const { return full_precision ? ring_index[slot] : -1; }
+    // Those of one head, number `index` of all rows' heads, by themselves.
+    PackedStates of_head(std::size_t index, int head, int slots) const {
+        PackedStates own = *this;
+        own.data += index * slots * row_bytes;
+        if (scales) own.scales += index * slots * slot_scales();
+        if (means) own.means += std::size_t(head) * held;
+        if (full_precision) {
+            own.full_precision += index * ring_entries * held * (ring_format == Format::float32 ? 4 : 2);
+            own.ring_index += index * slots;
+        }
+        return own;
+    }
 };
 
 // Rotary positions of one set of logits. Nothing is rotated where `keys` is null.
@@ -58,6 +70,9 @@ struct Branch {
 
 struct Attend {
     int batch, heads, kv_heads, score_heads, tokens, slots;
+    int row_tokens, row_heads;  // queries and heads that a row has in memory, of which `tokens` and `heads` are meant
+    int some;                   // queries per row at once, at most
+    bool is_whole;              // one piece of work
     Format format;        // of keys and values
     Format float_format;  // of queries and the result
     PackedStates keys, values;
@@ -82,6 +97,37 @@ struct Attend {
     float *mass_rows;  // (batch, kv_heads, observations, slots), may be null
     float *mass_rest;  // (batch, kv_heads, slots), may be null
 
+    // Without masses, part number `number` of the queries of all heads.
+    Attend part(int number) const {
+        Attend found = *this;
+        const int bytes = float_format == Format::float32 ? 4 : 2, first = number * some;
+        found.tokens = tokens - first < some ? tokens - first : some, found.query_positions += first;
+        found.queries += first * query_strides[2] * bytes, found.out += std::int64_t(first) * row_heads * values.channels * bytes;
+        for (Branch *branch : {&found.near, &found.far})
+            if (branch->queries) branch->queries += first;
+        return found;
+    }
+    // The queries that share one kv head of one row, as one piece of work.
+    Attend head(int row, int kv_head) const {
+        Attend found = *this;
+        const std::int64_t bytes = float_format == Format::float32 ? 4 : 2, index = std::int64_t(row) * kv_heads + kv_head,
+                           score = std::int64_t(row) * score_heads + (score_heads == 1 ? 0 : kv_head);
+        found.batch = found.kv_heads = found.score_heads = 1, found.heads = group(), found.is_whole = true;
+        found.keys = keys.of_head(index, kv_head, slots), found.values = values.of_head(index, kv_head, slots);
+        found.queries += bytes * (row * query_strides[0] + kv_head * group() * query_strides[1]);
+        found.out += bytes * values.channels * (std::int64_t(row) * row_tokens * row_heads + kv_head * group());
+        found.slot_positions += score * slots, found.query_positions += std::int64_t(row) * row_tokens;
+        for (Branch *branch : {&found.near, &found.far}) {
+            if (branch->queries) branch->queries += score * row_tokens;
+            if (branch->keys) branch->keys += score * slots;
+        }
+        if (sink_logits) found.sink_logits += kv_head * group();
+        if (log_counts) found.log_counts += score * slots;
+        return found;
+    }
+    int parts() const { return (tokens + some - 1) / some; }
+    // Whether there are so many parts of heads that each is work of its own, whatever the number of threads.
+    bool has_many_parts() const { return !has_mass() && parts() > 1 && parts() * batch * kv_heads >= 16; }
     int group() const { return heads / kv_heads; }
     bool has_far() const { return far.keys != nullptr; }
     bool has_mass() const { return mass_rows != nullptr || mass_rest != nullptr; }
@@ -342,6 +388,7 @@ inline int pieces(int slots) { return (slots + piece(slots) - 1) / piece(slots);
 // The same for attention. Many queries have fewer pieces, since each has a partial result of each query.
 inline bool Attend::has_many_queries() const { return tokens > FEW_TOKENS; }
 inline int piece(const Attend &call) {
+    if (call.is_whole) return BLOCK * ((call.slots + BLOCK - 1) / BLOCK);
     if (!call.has_many_queries()) return piece(call.slots);
     const int blocks = (call.slots + BLOCK - 1) / BLOCK;
     return BLOCK * ((blocks + 7) / 8);
@@ -356,7 +403,7 @@ inline std::size_t scratch_size(const MeanKeyCosine &call) {
 
 // Floats of scratch that a call needs, by part.
 struct Scratch {
-    std::size_t queries, unrounded, turned, partials, summed, logits, keys_rotated, probabilities, tables;
+    std::size_t queries, unrounded, turned, partials, summed, logits, keys_rotated, probabilities, tables, tiles;
     std::size_t key_width, value_width, partial_width, slot_width;
 
     Scratch(const Attend &call, int threads) {
@@ -375,10 +422,20 @@ struct Scratch {
         keys_rotated = threads * MAX_LANES * (key_width + MAX_LANES);
         probabilities = threads * 2 * shared * BLOCK;
         tables = threads * 2 * std::size_t(BLOCK) * 2 * call.pairs;
+        tiles = call.has_many_queries() ? threads * 64 * (key_width + MAX_LANES) : 0;  // a key or a slot has half a float a number
         if (call.has_steady_keys()) tables += threads * std::size_t(STEADY + BLOCK / STEADY) * 2 * call.pairs;
     }
-    std::size_t total() const { return queries + unrounded + turned + partials + summed + logits + keys_rotated + probabilities + tables; }
+    std::size_t total() const { return queries + unrounded + turned + partials + summed + logits + keys_rotated + probabilities + tables + tiles; }
 };
+
+// Floats of scratch of a part of a head, or of all heads.
+inline std::size_t part_scratch(const Attend &call, int threads) {
+    const bool is_alone = call.has_many_parts();
+    const Attend own = is_alone ? call.head(0, 0) : call;
+    const std::size_t first = Scratch(own.part(0), is_alone ? 1 : threads).total(),
+                      last = Scratch(own.part(own.parts() - 1), is_alone ? 1 : threads).total();
+    return padded(int(first < last ? last : first));
+}
 
 // Floats of scratch that the scan of a step needs: queries, kept tokens, and scratch of `BestPages`.
 inline std::size_t scratch_size(const RecallStep &step, const Recall &store) {

@@ -280,6 +280,22 @@ class FewTokens:
             cpu.instruction_set(),
         )
 
+    def norm(self, which: int, states: Tensor) -> Tensor:
+        """`states` (..., width) after the layer's norm of this number, in the order of `DecoderLayer.norms`.
+
+        That of any number of tokens, for a pass whose products are PyTorch's.
+        """
+        result = torch.empty_like(states := states.contiguous())
+        self.native.norm(
+            which, states.shape[:-1].numel(), states.data_ptr(), result.data_ptr(), torch.get_num_threads()
+        )
+        return result
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Overwrite `gate` with its activation times `up`, for such a pass. Both are contiguous."""
+        self.native.gate(gate.numel(), gate.data_ptr(), up.data_ptr(), torch.get_num_threads())
+        return gate
+
     def states(self, hidden: Hidden) -> tuple[Queries, NewKeys, NewValues]:
         """Memory for the output of `before_attention`."""
         batch, tokens, _ = hidden.shape

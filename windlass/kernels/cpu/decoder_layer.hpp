@@ -16,14 +16,25 @@ inline Floats lanes_of(const std::uint8_t *from, std::int64_t i, int count) {
     std::memcpy(last, from + i * BYTES, count * BYTES);
     return Row<F>::lanes(last, 0, 0);
 }
+// `to_brain` of each lane, in the higher half of its word.
+inline Words brain_lanes(Floats v) {
+    const Words words = (Words)v, odd = words >> 16 & 1u, rounded = words + 0x7fffu + odd;
+    return v == v ? rounded & 0xffff0000u : Words{} + 0x7fc00000u;
+}
 template <Format F>
 inline Floats rounded_lanes(Floats v) {
+    if constexpr (F == Format::bfloat16) return (Floats)brain_lanes(v);
     if constexpr (F != Format::float32)
         for (int i = 0; i < LANES; ++i) v[i] = rounded(F, v[i]);
     return v;
 }
 template <Format F>
 inline void put_lanes(std::uint8_t *to, std::int64_t i, Floats v, int count) {
+    if (F == Format::bfloat16 && count >= LANES) {
+        const Halves halves = __builtin_convertvector(brain_lanes(v) >> 16, Halves);
+        __builtin_memcpy(to + 2 * i, &halves, sizeof halves);
+        return;
+    }
     for (int lane = 0; lane < LANES && lane < count; ++lane) put(F, to, i + lane, v[lane]);
 }
 
@@ -74,6 +85,18 @@ inline void product(Linear layer, int tokens, const std::uint8_t *inputs, std::u
     layer.tokens = tokens, layer.inputs = inputs, layer.result = result, layer.added = added;
     linear_part(layer, scratch);
 #pragma omp barrier
+}
+
+// Parts of a layer by themselves, for passes whose products are PyTorch's.
+template <Format F>
+void norm_rows(const Norm &norm, const std::uint8_t *from, std::uint8_t *to, std::int64_t count, int threads) {
+#pragma omp parallel num_threads(threads)
+    norm_all<F>(norm, from, to, count);
+}
+template <Format F>
+void gate_rows(DecoderLayer::Activation activation, std::uint8_t *gate, const std::uint8_t *up, std::int64_t count, int threads) {
+#pragma omp parallel num_threads(threads)
+    gated<F>(activation, gate, up, count);
 }
 
 template <Format F>

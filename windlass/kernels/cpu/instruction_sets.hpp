@@ -20,6 +20,8 @@ struct Kernels {
     void (*query_mass)(const QueryMass &call, int threads);
     void (*before_attention)(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads);
     void (*after_attention)(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);
+    void (*norm_rows)(Format format, const Norm &norm, const std::uint8_t *from, std::uint8_t *to, std::int64_t count, int threads);
+    void (*gate_rows)(const DecoderLayer &layer, std::uint8_t *gate, const std::uint8_t *up, std::int64_t count, int threads);
     void (*retain)(const Retain &call, float *scratch);
     void (*best_pages)(const BestPages &call, float *scratch, int threads);
     void (*read_tokens)(const ReadTokens &call, int threads);
@@ -49,8 +51,10 @@ struct Kernels {
     void expected(const Expected &call, float *scratch, int threads);                                      \
     void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads); \
     void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);   \
+    void norm_rows(Format format, const Norm &norm, const std::uint8_t *from, std::uint8_t *to, std::int64_t count, int threads); \
+    void gate_rows(const DecoderLayer &layer, std::uint8_t *gate, const std::uint8_t *up, std::int64_t count, int threads);       \
     constexpr Kernels kernels{&attend, &rotate,     &encode,           &mean_key_cosine,                    \
-                              &linear, &decode_weights, &query_mass, &before_attention, &after_attention, &retain,           \
+                              &linear, &decode_weights, &query_mass, &before_attention, &after_attention, &norm_rows, &gate_rows, &retain, \
                               &best_pages, &read_tokens, &remember, &recall, &redundancy, &expected};       \
     }
 WINDLASS_DECLARE(plain)

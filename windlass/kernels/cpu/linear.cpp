@@ -221,26 +221,25 @@ void decode_weights(const Linear &call, int first, int threads) {
     }
 }
 
-void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads) {
-    switch (layer.float_format) {
-        case Format::bfloat16:
-            return before_attention<Format::bfloat16>(layer, call, scratch, threads);
-        case Format::float16:
-            return before_attention<Format::float16>(layer, call, scratch, threads);
-        default:
-            return before_attention<Format::float32>(layer, call, scratch, threads);
-    }
+// Calls `use` with the format of a layer's hidden states as a compile-time constant.
+template <class Use>
+static void with_float_format(Format format, Use use) {
+    if (format == Format::bfloat16) return use(std::integral_constant<Format, Format::bfloat16>{});
+    if (format == Format::float16) return use(std::integral_constant<Format, Format::float16>{});
+    use(std::integral_constant<Format, Format::float32>{});
 }
 
+void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads) {
+    with_float_format(layer.float_format, [&](auto f) { before_attention<f.value>(layer, call, scratch, threads); });
+}
 void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads) {
-    switch (layer.float_format) {
-        case Format::bfloat16:
-            return after_attention<Format::bfloat16>(layer, call, scratch, threads);
-        case Format::float16:
-            return after_attention<Format::float16>(layer, call, scratch, threads);
-        default:
-            return after_attention<Format::float32>(layer, call, scratch, threads);
-    }
+    with_float_format(layer.float_format, [&](auto f) { after_attention<f.value>(layer, call, scratch, threads); });
+}
+void norm_rows(Format format, const Norm &norm, const std::uint8_t *from, std::uint8_t *to, std::int64_t count, int threads) {
+    with_float_format(format, [&](auto f) { norm_rows<f.value>(norm, from, to, count, threads); });
+}
+void gate_rows(const DecoderLayer &layer, std::uint8_t *gate, const std::uint8_t *up, std::int64_t count, int threads) {
+    with_float_format(layer.float_format, [&](auto f) { gate_rows<f.value>(layer.activation, gate, up, count, threads); });
 }
 
 }  // namespace windlass::WINDLASS_SET

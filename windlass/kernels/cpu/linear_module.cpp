@@ -103,6 +103,17 @@ void after(const BoundLayer &bound, int tokens, Address hidden, Address attended
     bound.kernels.after_attention(bound.layer, after_call(tokens, hidden, attended, result), scratch, threads);
 }
 
+// Norm number `which` of a layer, of so many rows.
+void norm_rows(const BoundLayer &bound, int which, std::int64_t count, Address from, Address to, int threads) {
+    const Norm *norms[] = {&bound.layer.first, &bound.layer.second, &bound.layer.of_queries, &bound.layer.of_keys};
+    nb::gil_scoped_release released;
+    bound.kernels.norm_rows(bound.layer.float_format, *norms[which], at<const std::uint8_t>(from), at<std::uint8_t>(to), count, threads);
+}
+void gate_rows(const BoundLayer &bound, std::int64_t count, Address gate, Address up, int threads) {
+    nb::gil_scoped_release released;
+    bound.kernels.gate_rows(bound.layer, at<std::uint8_t>(gate), at<const std::uint8_t>(up), count, threads);
+}
+
 // All layers of a decoder, and their slots, in steps of one token per row. A step changes positions and state in place,
 // and notes in memory of its own how it is undone: which slots it wrote and evicted, and state that it observed.
 class DecoderSteps {
@@ -362,7 +373,9 @@ void windlass::bind_linear(nb::module_ &module) {
                      kernels_of(instruction_set)};
              })
         .def("before", &before)
-        .def("after", &after);
+        .def("after", &after)
+        .def("norm", &norm_rows)
+        .def("gate", &gate_rows);
     nb::class_<DecoderSteps>(module, "DecoderSteps")
         .def("__init__",
              [](DecoderSteps *self, std::tuple<int, int, int, int, int, int> sizes, const std::vector<LayerArguments> &layers) {

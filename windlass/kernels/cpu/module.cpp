@@ -185,6 +185,7 @@ Attend attend_call(std::tuple<int, int, int, int, int, int> sizes, int format, i
                    float scale, float softcap, std::tuple<int, int, int, int> visibility) {
     Attend call{};
     std::tie(call.batch, call.heads, call.kv_heads, call.score_heads, call.tokens, call.slots) = sizes;
+    call.row_tokens = call.tokens, call.row_heads = call.heads, call.some = call.tokens;
     call.format = Format(format), call.float_format = Format(float_format);
     call.keys = packed_states(keys), call.values = packed_states(values);
     call.slot_positions = at<const std::int32_t>(slot_positions);
@@ -201,8 +202,8 @@ void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int floa
             std::tuple<Address, Address, Address, Address, int> rotary_index,
             std::tuple<Address, Address, int, bool> tables, Address query_gain, float scale, float softcap,
             std::tuple<int, int, int, int> visibility, Address sink_logits, Address log_counts,
-            std::tuple<Address, int, Address, Address> mass, Address out, const std::string &instruction_set,
-            int threads) {
+            std::tuple<Address, int, Address, Address> mass, Address out, int some,
+            const std::string &instruction_set, int threads) {
     Attend call = attend_call(sizes, format, float_format, keys, values, slot_positions, tables, scale, softcap,
                               visibility);
     call.queries = at<const std::uint8_t>(queries);
@@ -218,7 +219,8 @@ void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int floa
     call.observed = at<const std::int64_t>(std::get<0>(mass)), call.observations = std::get<1>(mass);
     call.mass_rows = at<float>(std::get<2>(mass)), call.mass_rest = at<float>(std::get<3>(mass));
     call.out = at<std::uint8_t>(out);
-    float *scratch = scratch_of(Scratch(call, threads).total());
+    call.some = some;
+    float *scratch = scratch_of(part_scratch(call, threads) * (call.has_many_parts() ? threads : 1));
     nb::gil_scoped_release released;
     kernels_of(instruction_set).attend(call, scratch, threads);
 }
@@ -339,7 +341,7 @@ NB_MODULE(_native, module) {
     module.def("attend", &attend, "sizes"_a, "format"_a, "float_format"_a, "queries"_a, "strides"_a, "keys"_a,
                "values"_a, "slot_positions"_a, "query_positions"_a, "rotary_index"_a, "tables"_a,
                "query_gain"_a, "scale"_a, "softcap"_a, "visibility"_a, "sink_logits"_a, "log_counts"_a, "mass"_a, "out"_a,
-               "instruction_set"_a, "threads"_a);
+               "some"_a, "instruction_set"_a, "threads"_a);
     nb::class_<Decode::Given>(module, "DecodeStep")
         .def("__init__", [](Decode::Given *self, NewArguments queries, NewArguments keys, NewArguments values,
                             std::pair<Address, Address> positions, std::pair<Address, Address> slot_positions,
