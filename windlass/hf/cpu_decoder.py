@@ -6,9 +6,8 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import import_module
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, final
@@ -33,7 +32,7 @@ from windlass.hf.mrope import AxisRotation, turn_of
 from windlass.hf.passes import CACHE_NAMES, AttributePatch, WholePass, not_compiled, our_cache
 from windlass.hf.probe import QueryScale, eval_mode
 from windlass.hf.recurrent import LayerKinds
-from windlass.hf.self_check import ROUNDING
+from windlass.hf.self_check import LayerTrace
 from windlass.hf.weights import FewRows, linears_of, watch_weights
 from windlass.kernels.cpu import MANY_ROWS
 from windlass.positions.rotary import Rotary
@@ -112,59 +111,12 @@ def _facts(code: CodeType) -> tuple[object, ...]:
     return code.co_code, code.co_names, code.co_varnames, code.co_consts, code.co_freevars, code.co_flags
 
 
-ROUNDINGS: Final = 32  # between a layer's inputs and its outputs, at most
-
-
-@final
-class LayerTrace:
-    """A run of a layer's own code that notes the inputs and outputs of its attention."""
-
-    def __init__(self, module: nn.Module, own: Callable[..., Any], kernel: FewTokens) -> None:
-        self._own, self._kernel = own, kernel
-        self._attention = module.get_submodule("self_attn")
-        self._states: dict[str, Tensor] = {}
-        self._attended: Tensor | None = None
-
-    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of the layer's own code."""
-        inside = self._attention._modules
-        with ExitStack() as stack:
-            for name in "qkv":
-                module = inside.get(f"{name}_norm") or inside[f"{name}_proj"]
-                assert module is not None
-                stack.callback(module.register_forward_hook(partial(self._note_states, name)).remove)
-            last = self._attention.get_submodule("o_proj")
-            stack.callback(last.register_forward_pre_hook(self._note_attended).remove)
-            return self._own(*args, **kwargs)
-
-    def is_near(self, hidden: Tensor, output: Tensor) -> bool:
-        """Return True if the kernel, given the same, gives the same but for rounding."""
-        states = [states.transpose(1, 2) for states in self._kernel.before_attention(hidden)]
-        pairs = [(ours, self._states[name].view(ours.shape)) for ours, name in zip(states, "qkv", strict=True)]
-        if self._attended is None:
-            return False
-        attended = self._attended.reshape(states[0].shape)
-        pairs.append((self._kernel.after_attention(hidden, attended.contiguous()), output))
-        return all(_is_near(ours, own) for ours, own in pairs)
-
-    def _note_states(self, name: str, module: nn.Module, args: object, output: Tensor) -> None:
-        self._states[name] = output
-
-    def _note_attended(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._attended = args[0]
-
-
-def _is_near(ours: Tensor, own: Tensor) -> bool:
-    """Compare number by number. NaN is near nothing."""
-    step = ROUNDINGS * ROUNDING[own.dtype]
-    ours, own = ours.float(), own.float()
-    return bool(((ours - own).abs() <= step * (own.abs() + own.abs().median())).all())
-
-
+FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 # In these decoders each layer takes the previous layer's output, and all layers of one type share a mask.
-DECODERS: Final[tuple[Method, ...]] = tuple(
-    (family, f"{family.capitalize()}Model", "forward") for family in ("llama", "mistral", "qwen2", "qwen3")
-)
+DECODERS: Final[tuple[Method, ...]] = tuple((each, f"{each.capitalize()}Model", "forward") for each in FAMILIES)
+# These models hand the decoder's output to the head as it is.
+HEADED: Final[tuple[Method, ...]] = tuple((each, f"{each.capitalize()}ForCausalLM", "forward") for each in FAMILIES)
+GLOBAL_HOOKS: Final = ("_global_forward_hooks", "_global_forward_pre_hooks")  # of all modules
 
 
 class Attachment(ABC):
@@ -289,7 +241,7 @@ class KnownLayers:
 
     def watch(self, watch: Watch) -> None:
         """Let `watch` look at all that the prepared kernels were made of."""
-        for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        for name in GLOBAL_HOOKS:
             watch.empty(vars(torch_modules), name)
         for kind in self._classes:
             for name in METHODS:
@@ -312,6 +264,7 @@ class WholeDecoder:
         self._watch: Watch | None = None
         self._step: object = None  # the latest pass that looked
         self._kernels: list[FewTokens] | None = None  # of all layers, as long as the watch sees no change
+        self._callers: Watch | None = None  # the model around the decoder, while it does nothing else
 
     def __deepcopy__(self, memo: dict[int, object]) -> WholeDecoder:
         """The decoder of the copied model, whose weights are elsewhere."""
@@ -323,9 +276,39 @@ class WholeDecoder:
         """Nothing is prepared for a decoder out of a file."""
         return WholeDecoder, (self._known, self._whole, self._name)
 
+    def is_all_of(self, model: nn.Module, replaced: AttributePatch) -> bool:
+        """Return True if a model does nothing but call this decoder, and then its head, in a pass without a mask.
+
+        `replaced`: the `forward` that `attach` gave the decoder.
+        """
+        if self._callers is None or not self._callers.is_unchanged():
+            self._callers = self._watched_callers(model, replaced)
+        return self._callers is not None
+
+    def _watched_callers(self, model: nn.Module, replaced: AttributePatch) -> Watch | None:
+        kind, decoder = type(model), self.decoder
+        is_own = any(has_code_of(model, each) for each in HEADED) and kind.__call__ is nn.Module.__call__
+        is_own = is_own and replaced.is_there and self._whole.replaced.is_there
+        is_own = is_own and model._modules.get("model") is decoder
+        is_own = is_own and not any(getattr(torch_modules, name) for name in GLOBAL_HOOKS)
+        parts = model, decoder
+        if not is_own or any(each._compiled_call_impl is not None or _has_hooks(each) for each in parts):
+            return None
+        watch = kernels.watch()
+        for name in GLOBAL_HOOKS:
+            watch.empty(vars(torch_modules), name)
+        for name in ("forward", "__call__"):
+            watch.attribute(kind, name, getattr(kind, name))
+        watch.item(model._modules, "model", decoder)
+        for each in parts:
+            watch.type(each, type(each))
+            _watch_forward(watch, each)
+            watch.no_item(vars(each), "_compiled_call_impl")
+        return watch
+
     @not_compiled
-    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseModelOutputWithPast | None:
-        """The output of the decoder. None, and no effect, where its own code is to be called."""
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The last hidden states of the decoder. None, and no effect, where its own code is to be called."""
         cache = our_cache(kwargs)
         if not self._is_known or args or cache is None or not self._is_served(cache, kwargs):
             return None
@@ -343,8 +326,12 @@ class WholeDecoder:
             return None
         if hidden is None:
             hidden = embedding(kwargs[IDS])
-        out = self.decoder.norm(cache.decode(fused, hidden))
-        given: dict[str, Any] = {"last_hidden_state": out, self._cache_name: cache}
+        out: Tensor = self.decoder.norm(cache.decode(fused, hidden))
+        return out
+
+    def as_output(self, hidden: Tensor, cache: TextCache) -> BaseModelOutputWithPast:
+        """The output of the decoder with these hidden states."""
+        given: dict[str, Any] = {"last_hidden_state": hidden, self._cache_name: cache}
         return BaseModelOutputWithPast(**given)
 
     def prove(self, model: PreTrainedModel, cache: ModelCache) -> None:
@@ -444,8 +431,12 @@ def _is_like(hidden: object, expected: Tensor) -> bool:
     return hidden.dtype is expected.dtype and hidden.device == expected.device
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return _has_hooks(module) or "forward" in vars(module)
 
 
 def _watch_forward(watch: Watch, module: nn.Module) -> None:

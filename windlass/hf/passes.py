@@ -343,9 +343,14 @@ class AttributePatch:
         # Not `__get__` of it, which torch.compile takes for the attribute of the module: the replacement.
         return partial(getattr(type(self._module), self._name), self._module) if own is None else own
 
+    @property
+    def is_there(self) -> bool:
+        """Return True if nobody has replaced it since."""
+        return vars(self._module).get(self._name) is self._replacement
+
     def put_back(self) -> None:
         """Restore the module, except for later changes of others."""
-        if vars(self._module).get(self._name) is not self._replacement:
+        if not self.is_there:
             return
         delattr(self._module, self._name)
         if self._own is not None:
@@ -371,14 +376,15 @@ class WholePass:
         cache = kwargs.get(self._cache_name)
         if not isinstance(cache, TextCache):
             return self.replaced.original(*args, **kwargs)
-        return self._with_cache(cache, args, kwargs)
+        return self.take(cache, kwargs.get("logits_to_keep"), lambda: self.replaced.original(*args, **kwargs))
 
-    def _with_cache(self, cache: TextCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def take(self, cache: TextCache, logits_to_keep: object, work: Callable[[], Result]) -> Result:
+        """The result of `work`, a pass of the whole model with this cache."""
         complete: list[RunningPass] = []
         try:
-            note_drafts(cache, kwargs.get("logits_to_keep"))
+            note_drafts(cache, logits_to_keep)
             self._enter(complete)
-            output = self.replaced.original(*args, **kwargs)
+            output = work()
             self.leave()
             return output
         except BaseException:

@@ -469,9 +469,7 @@ def watch_weights(watch: "Watch", module: nn.Module) -> None:
         if tensor is None:
             continue
         if isinstance(tensor, CodedWeights):
-            watch.attribute(tensor, "groups", tensor.groups)
-            for part in tensor.groups.parts:
-                watch.address(part)
+            watch.attribute(tensor, "groups", tensor.groups)  # codes, which nobody changes in place
             continue
         kind = kind_of(tensor)
         if kind is None:
