@@ -33,7 +33,7 @@ from windlass.hf.passes import CACHE_NAMES, AttributePatch, WholePass, not_compi
 from windlass.hf.probe import QueryScale, eval_mode
 from windlass.hf.recurrent import LayerKinds
 from windlass.hf.self_check import LayerTrace
-from windlass.hf.weights import FewRows, linears_of, watch_weights
+from windlass.hf.weights import CodedWeights, FewRows, linears_of, watch_weights
 from windlass.kernels.cpu import MANY_ROWS
 from windlass.positions.rotary import Rotary
 
@@ -264,6 +264,7 @@ class WholeDecoder:
         self._watch: Watch | None = None
         self._step: object = None  # the latest pass that looked
         self._kernels: list[FewTokens] | None = None  # of all layers, as long as the watch sees no change
+        self._like: tuple[int, torch.dtype, torch.device]  # sizes and kind of hidden states, once there are kernels
         self._callers: Watch | None = None  # the model around the decoder, while it does nothing else
 
     def __deepcopy__(self, memo: dict[int, object]) -> WholeDecoder:
@@ -316,18 +317,23 @@ class WholeDecoder:
         if kernels_of_all is None:
             return None
         hidden = kwargs.get(EMBEDS)
-        embedding = self.decoder.embed_tokens
-        weight, width = embedding.weight, embedding.embedding_dim
-        expected = torch.empty(cache.batch_size, 1, width, dtype=weight.dtype, device=weight.device)
-        if hidden is not None and not _is_like(hidden, expected):
+        if hidden is None:
+            weight = self.decoder.embed_tokens.weight
+            is_coded = isinstance(weight, CodedWeights)
+            hidden = weight.rows(kwargs[IDS]) if is_coded else self.decoder.embed_tokens(kwargs[IDS])
+        if not self._reads(hidden, cache.batch_size):
             return None
-        fused = cache.fused_decode(kernels_of_all, expected, self._calls)
+        fused = cache.fused_decode(kernels_of_all, hidden, self._calls)
         if fused is None:
             return None
-        if hidden is None:
-            hidden = embedding(kwargs[IDS])
         out: Tensor = self.decoder.norm(cache.decode(fused, hidden))
         return out
+
+    def _reads(self, hidden: Any, batch: int) -> bool:
+        """Return True if the kernels read these hidden states, which are to be like the embedding's."""
+        width, dtype, device = self._like
+        is_like = type(hidden) is Tensor and hidden.shape == (batch, 1, width) and hidden.is_contiguous()
+        return is_like and hidden.dtype is dtype and hidden.device == device
 
     def as_output(self, hidden: Tensor, cache: TextCache) -> BaseModelOutputWithPast:
         """The output of the decoder with these hidden states."""
@@ -345,14 +351,12 @@ class WholeDecoder:
 
     def _is_served(self, cache: TextCache, kwargs: dict[str, Any]) -> bool:
         """True if a pass is one of a token per row, in which the decoder returns hidden states and nothing else."""
-        step, config = cache.text.pending, self.decoder.config
+        step = cache.text.pending
         if step is None or not step.is_token or turn_of(cache) is not AxisRotation.NONE or self._known.is_proving:
             return False
         if not self._whole.is_served or torch.is_grad_enabled():
             return False
         if torch.is_autocast_enabled("cpu") or self.decoder.training:
-            return False
-        if config.output_attentions or config.output_hidden_states or not config.return_dict:
             return False
         if (kwargs.get(IDS) is None) is (kwargs.get(EMBEDS) is None):
             return False
@@ -372,6 +376,7 @@ class WholeDecoder:
         known = [kernel for kernel in found if kernel is not None]
         if len(known) == len(found) and self._calls_just_these():
             self._kernels = known
+            self._like = embedding.embedding_dim, embedding.weight.dtype, embedding.weight.device
         self._watch = kernels.watch()
         self._known.watch(self._watch)
         self._watch_decoder(self._watch)
@@ -381,6 +386,8 @@ class WholeDecoder:
         """True if the decoder calls just these layers, one after the other, as attention of ours, by its own code."""
         decoder, layers = self.decoder, self._known.layers
         config = decoder.config
+        if config.output_attentions or config.output_hidden_states or not config.return_dict:
+            return False
         if config.num_hidden_layers != len(layers) or len(set(getattr(config, "layer_types", None) or [None])) > 1:
             return False
         if type(decoder.embed_tokens) is not nn.Embedding or not layers:
@@ -397,9 +404,10 @@ class WholeDecoder:
             watch.item(decoder.layers._modules, number, layer)
         _watch_forward(watch, decoder.embed_tokens)
         watch.type(decoder.embed_tokens, type(decoder.embed_tokens))
-        for name in ("num_hidden_layers", "sliding_window"):
-            if name in vars(decoder.config):
-                watch.item(vars(decoder.config), name, vars(decoder.config)[name])
+        config = decoder.config
+        watch.item(vars(decoder), "config", config)
+        for name in CONFIGURED & vars(config).keys():
+            watch.item(vars(config), name, vars(config)[name])
         weights = decoder.embed_tokens._parameters
         watch.item(weights, "weight", weights["weight"])
 
@@ -424,11 +432,11 @@ READ: Final = frozenset({IDS, EMBEDS, "attention_mask", "position_ids", *CACHE_N
 PLAIN: Final = {"use_cache": True, "return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
 
-def _is_like(hidden: object, expected: Tensor) -> bool:
-    """Return True if a kernel for hidden states like the expected ones reads these."""
-    if type(hidden) is not Tensor or hidden.shape != expected.shape or not hidden.is_contiguous():
-        return False
-    return hidden.dtype is expected.dtype and hidden.device == expected.device
+# Names in a config of the numbers and flags that the kernels of all layers depend on.
+CONFIGURED: Final = frozenset(
+    {"num_hidden_layers", "sliding_window", "output_attentions", "_output_attentions"}
+    | {"output_hidden_states", "return_dict"}
+)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -617,6 +625,31 @@ class FewTokensLayer:
         )
 
 
+@final
+class FewRowsNorm:
+    """The forward pass of a decoder's last norm: our kernel's for few tokens of a pass that is served, else its own."""
+
+    def __init__(self, module: nn.Module, whole: WholePass) -> None:
+        self._module, self._whole, self._code = module, whole, code_of([type(module)])
+        self._epsilon = epsilon_of(module)
+        self._rounding = next(rounding for methods, rounding, _ in NORMS if has_code_of(module, *methods))
+        self.replaced = AttributePatch(module, "forward", self.forward)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """The normed states."""
+        if torch.compiler.is_compiling() or not self._is_served(states):
+            own: Tensor = self.replaced.original(states)
+            return own
+        epsilon: float = getattr(self._module, self._epsilon)
+        return kernels.norm(states, Norm(self._module.get_parameter("weight"), epsilon, self._rounding))
+
+    def _is_served(self, states: Tensor) -> bool:
+        if not self._whole.is_served or type(states) is not Tensor or code_of([type(self._module)]) != self._code:
+            return False
+        is_cpu = states.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+        return is_cpu and not torch.is_grad_enabled() and 0 < states.shape[:-1].numel() <= MANY_ROWS
+
+
 def layer_of(part: LayerPart) -> LinearLayer | None:
     """The weights of a linear layer as our kernel takes them, or None where they are of an unknown kind."""
     own = getattr(part.forward, "__self__", None)
@@ -660,4 +693,8 @@ def few_rows_of(
     layers = KnownLayers(decoder)
     layers.layers += [FewTokensLayer(each, whole, attention_name, layers) for each in known]
     layers.note_code()
-    return WholeDecoder(layers, whole, attention_name), [*(each.replaced for each in layers.layers), *linears]
+    patches = [each.replaced for each in layers.layers]
+    last = decoder._modules.get("norm")
+    if known and last is not None and "forward" not in vars(last) and rounding_of(last) is not None:
+        patches.append(FewRowsNorm(last, whole).replaced)
+    return WholeDecoder(layers, whole, attention_name), [*patches, *linears]

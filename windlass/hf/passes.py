@@ -3,12 +3,13 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from threading import get_ident
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from windlass.cache.cache import TextCache
@@ -62,7 +63,14 @@ def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, R
     Kernels are given the addresses of tensors, and a compiled frame frees tensors that it holds only by address.
     """
     kept: Callable[Arguments, Result] = torch.compiler.disable(function)
-    return kept
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        # Where nothing is compiled around it, PyTorch's wrapper would take longer than most of these functions.
+        is_compiled = torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+        return kept(*args, **kwargs) if is_compiled else function(*args, **kwargs)
+
+    return call
 
 
 PREFIXES: Final = ("PREFIX_TUNING", "CARTRIDGE")  # PEFT's names of adapters that are a cache
@@ -75,13 +83,18 @@ def check_call(called: Sequence[nn.Module], arguments: dict[str, Any]) -> None:
     """
     if called[0].training and torch.is_grad_enabled():
         raise UsageError("a KVCache is for inference: call model.eval(), or leave past_key_values out to train")
-    asked = any(getattr(module.config, "output_attentions", False) for module in called)
+    asked = any(_asks_attentions(module.config) for module in called)
     if arguments.get("output_attentions", asked):
         raise UsageError("output_attentions is not available with a KVCache: it never holds the whole matrix")
     if arguments.get("use_cache") is False:
         raise UsageError(
             "use_cache=False asks for a pass without a cache, but past_key_values is a KVCache. Leave one of them out"
         )
+
+
+def _asks_attentions(config: Any) -> bool:
+    own, name = vars(config), "_output_attentions"  # the public attribute takes several calls
+    return bool(own[name] if name in own else getattr(config, name[1:], False))
 
 
 def fed(arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -398,14 +411,12 @@ class WholePass:
         """Return True if a pass with a cache of ours runs in this thread."""
         return get_ident() in self._passes
 
-    @not_compiled
     def begin(self, decoder: RunningPass) -> None:
         """A pass of the decoder begins, in one of the whole model or alone."""
         decoder.is_alone = not self.is_served
         if decoder.is_alone:
             self._enter([])
 
-    @not_compiled
     def end(self, decoder: RunningPass, is_complete: bool) -> None:
         """It ends."""
         if decoder.is_alone:

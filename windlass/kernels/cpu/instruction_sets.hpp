@@ -4,6 +4,7 @@
 
 #include "call.hpp"
 #include "expected.hpp"
+#include "leverage.hpp"
 #include "redundancy.hpp"
 #include "retain.hpp"
 
@@ -17,6 +18,8 @@ struct Kernels {
     void (*mean_key_cosine)(const MeanKeyCosine &call, float *scratch, int threads);
     void (*linear)(const Linear &call, float *scratch, int threads);
     void (*decode_weights)(const Linear &call, int first, int threads);
+    void (*decode_outputs)(const Linear &call, const std::int64_t *outputs);
+    void (*norm_tokens)(const Norm &norm, Format format, int tokens, const std::uint8_t *from, std::uint8_t *to);
     void (*query_mass)(const QueryMass &call, int threads);
     void (*before_attention)(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads);
     void (*after_attention)(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);
@@ -27,6 +30,7 @@ struct Kernels {
     void (*recall)(const RecallStep &call, const Recall &store, float *scratch, int threads);
     void (*redundancy)(const Redundancy &call, float *scratch, int threads);
     void (*expected)(const Expected &call, float *scratch, int threads);
+    void (*leverage)(const Leverage &call, float *scratch, int threads);
 };
 
 }  // namespace windlass
@@ -39,6 +43,8 @@ struct Kernels {
     void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);                          \
     void linear(const Linear &call, float *scratch, int threads);                                          \
     void decode_weights(const Linear &call, int first, int threads);                                       \
+    void decode_outputs(const Linear &call, const std::int64_t *outputs);                                  \
+    void norm_tokens(const Norm &norm, Format format, int tokens, const std::uint8_t *from, std::uint8_t *to); \
     void query_mass(const QueryMass &call, int threads);                                                   \
     void retain(const Retain &call, float *scratch);                                                       \
     void best_pages(const BestPages &call, float *scratch, int threads);                                   \
@@ -47,11 +53,12 @@ struct Kernels {
     void recall(const RecallStep &call, const Recall &store, float *scratch, int threads);                 \
     void redundancy(const Redundancy &call, float *scratch, int threads);                                  \
     void expected(const Expected &call, float *scratch, int threads);                                      \
+    void leverage(const Leverage &call, float *scratch, int threads);                                      \
     void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads); \
     void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);   \
     constexpr Kernels kernels{&attend, &rotate,     &encode,           &mean_key_cosine,                    \
-                              &linear, &decode_weights, &query_mass, &before_attention, &after_attention, &retain,           \
-                              &best_pages, &read_tokens, &remember, &recall, &redundancy, &expected};       \
+                              &linear, &decode_weights, &decode_outputs, &norm_tokens, &query_mass, &before_attention, &after_attention, &retain,           \
+                              &best_pages, &read_tokens, &remember, &recall, &redundancy, &expected, &leverage};       \
     }
 WINDLASS_DECLARE(plain)
 #ifdef WINDLASS_X86

@@ -221,6 +221,27 @@ void decode_weights(const Linear &call, int first, int threads) {
     }
 }
 
+// `call.result` is (call.tokens, call.in): the weights of these outputs.
+void decode_outputs(const Linear &call, const std::int64_t *outputs) {
+    const std::int64_t bytes = std::int64_t(call.in) * (call.float_format == Format::float32 ? 4 : 2);
+    for (int i = 0; i < call.tokens; ++i)
+        if (call.format == Format::int4)
+            decode_output<Format::int4>(call, outputs[i], call.result + i * bytes);
+        else
+            decode_output<Format::int8>(call, outputs[i], call.result + i * bytes);
+}
+
+void norm_tokens(const Norm &norm, Format format, int tokens, const std::uint8_t *from, std::uint8_t *to) {
+    switch (format) {
+        case Format::bfloat16:
+            return norm_all<Format::bfloat16>(norm, from, to, tokens);
+        case Format::float16:
+            return norm_all<Format::float16>(norm, from, to, tokens);
+        default:
+            return norm_all<Format::float32>(norm, from, to, tokens);
+    }
+}
+
 void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads) {
     switch (layer.float_format) {
         case Format::bfloat16:
