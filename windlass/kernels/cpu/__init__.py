@@ -237,8 +237,9 @@ def decoded_outputs(weights: GroupCodes, outputs: Tensor, dtype: torch.dtype) ->
     """The weights of some outputs, whose numbers these are. None: one of them is not there."""
     arguments, outputs = linear_arguments(LinearLayer(weights), dtype, None), outputs.long().contiguous()
     found = torch.empty(*outputs.shape, weights.in_features, dtype=dtype)
-    sizes = outputs.numel(), FLOATS[dtype]
-    is_found = _native.decode_outputs(arguments, outputs.data_ptr(), *sizes, found.data_ptr(), instruction_set())
+    is_found = _native.decode_outputs(
+        arguments, outputs.data_ptr(), outputs.numel(), FLOATS[dtype], found.data_ptr(), instruction_set()
+    )
     return found if is_found else None
 
 
@@ -260,8 +261,8 @@ def linear(call: LinearInput) -> LinearOutputs:
 def norm(states: Tensor, norm: Norm) -> Tensor:
     """See `reference.norm`. Numbers, which lie contiguously, and weights have the same dtype."""
     found = torch.empty_like(states)
-    sizes = states.numel() // states.shape[-1], FLOATS[states.dtype]
-    _native.norm_tokens(norm_arguments(norm), *sizes, states.data_ptr(), found.data_ptr(), instruction_set())
+    tokens, own = states.numel() // states.shape[-1], FLOATS[states.dtype]
+    _native.norm_tokens(norm_arguments(norm), tokens, own, states.data_ptr(), found.data_ptr(), instruction_set())
     return found
 
 
