@@ -13,7 +13,8 @@ import windlass
 from tests.helpers.models import read
 from windlass import KVCache, kernels
 from windlass.evals.speed.measure import RotatedStorage
-from windlass.hf.cpu_decoder import LAYER, NORMED_ATTENTION, has_code_of, rounding_of
+from windlass.hf.cpu_decoder import LAYER, NORMED_ATTENTION, rounding_of
+from windlass.hf.model_facts import has_code_of
 from windlass.kernels.cpu import MAX_ROWS
 from windlass.testing import tiny_model
 

@@ -147,6 +147,13 @@ def test_decoded_weights_are_those_of_the_reference(kind: str) -> None:
             assert torch.equal(panel, truth[64 * block :].to(dtype))
     some = torch.tensor([149, 3, 64])
     assert torch.equal(weights.floats(torch.float32, some), truth[some])
+    for dtype in TOLERANCE:
+        rows = torch.tensor([[149, 3, 64], [0, 97, 32]], dtype=torch.int32)
+        found = cpu.decoded_outputs(weights, rows, dtype)
+        assert found is not None
+        assert torch.equal(found, truth[rows.long()].to(dtype))
+    assert cpu.decoded_outputs(weights, torch.tensor([3, 150]), torch.float32) is None
+    assert cpu.decoded_outputs(weights, torch.tensor([-1, 3]), torch.float32) is None
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

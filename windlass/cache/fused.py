@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
@@ -377,12 +377,12 @@ class FusedDecode:
     def forget(self) -> None:
         """Make all steps so far permanent, and free the slots that they reserve."""
         state = self._state
-        histories = list(state.starting)
+        self._steps.free([log.memory for log in state.logs])
         if state.has_older:
             pairs = zip(state.starting, self._layers, strict=True)
-            histories = [history.forgotten(0, 0, layer.table.positions) for history, layer in pairs]
-        self._steps.free([log.memory for log in state.logs])
-        self._go_on(histories)
+            self._go_on([history.forgotten(0, 0, layer.table.positions) for history, layer in pairs])
+        else:
+            self._first, self._plan = replace(state, logs=()), None
 
     def settle(self) -> None:
         """Bring the layers up to date, with a record for each step that can be undone."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, unique
+from functools import cached_property
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -76,6 +77,18 @@ class GroupCodes:
     def parts(self) -> tuple[Tensor, ...]:
         """The tensors of which it is made."""
         return (self.codes, self.pairs) if self.supers is None else (self.codes, self.pairs, self.supers)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Return True if the parts have the shapes that the sizes ask for, and lie contiguously."""
+        pairs, supers, rows = self.pairs, self.supers, -(-self.out_features // self.block) * self.block
+        is_whole = pairs.shape[2] in (1, 2) and pairs.shape[1] == rows and self.codes.shape[0] == rows
+        is_whole = is_whole and pairs.shape[0] * self.group == self.in_features and self.codes.numel() > 0
+        if supers is not None:
+            has_shape = supers.shape == (self.in_features // SUPER, rows, pairs.shape[2])
+            has_types = pairs.dtype == torch.int8 and supers.dtype == torch.float16
+            is_whole = is_whole and has_shape and has_types and self.in_features % SUPER == 0
+        return is_whole and all(each.is_contiguous() for each in self.parts)
 
     def floats(self, dtype: torch.dtype, outputs: Tensor | None = None) -> LinearWeights:
         """The weights that the codes stand for, or those of some `outputs`, whose numbers these are."""

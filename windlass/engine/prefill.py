@@ -45,15 +45,15 @@ def feed_tokens(model: PreTrainedModel, cache: KVCache, tokens: Mapping[int, int
     rows, device = cache.rows, cache.device
     each = [[tokens[row]] if row in tokens else [] for row in range(cache.batch_size)]
     ids = torch.tensor([own or [0] for own in each], device=device)
-    is_fed = torch.tensor([bool(own) for own in each], device=device)
-    starts = torch.tensor(rows.next_positions, device=device)
+    starts, lengths = rows.next_positions, tuple(map(len, each))
+    pairs = list(zip(starts, lengths, strict=True))
     step = Step(
-        starts.where(is_fed, EMPTY)[:, None],
-        tuple(map(len, each)),
-        starts + is_fed,
-        torch.tensor(rows.prompt_ends, device=device),
-        max(rows.next_positions) + 1,
-        ids,
+        positions=torch.tensor([[start if length else EMPTY] for start, length in pairs], device=device),
+        lengths=lengths,
+        next_positions=torch.tensor([start + length for start, length in pairs], device=device),
+        prompt_ends=torch.tensor(rows.prompt_ends, device=device),
+        end=max(starts) + 1,
+        ids=ids,
         sinks=rows.sinks(device),
     )
     return forward(model, ids, None, cache, [0], Pass(step, each))[:, 0]

@@ -232,13 +232,34 @@ class AttachedModel(Attachment):
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         bound = {**bound.pop("kwargs", {}), **bound}
         if isinstance(cache := bound.get(self._cache_name), TextCache):
-            return self._step(cache, bound, args, kwargs)
+            output = self._step(cache, bound, args, kwargs)
+            return self.known.as_output(output, cache) if isinstance(output, Tensor) else output
         if self._running:
             raise UsageError(BUSY)
         return self._replaced.original(*args, **kwargs)
 
+    def token(self, model: nn.Module, ids: Tensor, cache: TextCache) -> Tensor | None:
+        """(batch, 1, vocabulary) logits of a pass of one column, which calls the decoder and the head by themselves.
+
+        None, and no effect, where others may have put code around these: then the model is to be called.
+        """
+        is_whole = model is self.model and self.decoder.outer is self.decoder.inner and not torch.is_grad_enabled()
+        if not is_whole or not self.known.is_all_of(model, self._replaced):
+            return None
+        given: dict[str, Any] = {"input_ids": ids, self._cache_name: cache}
+
+        def work() -> Tensor:
+            output = self._step(cache, given, (), given)
+            logits: Tensor = model.get_submodule("lm_head")(output if isinstance(output, Tensor) else output[0])
+            return logits
+
+        return self.whole.take(cache, 1, work)
+
     def _step(self, cache: TextCache, bound: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A pass with our cache. One that fails, or is interrupted at any line, leaves no trace."""
+        """A pass with our cache. One that fails, or is interrupted at any line, leaves no trace.
+
+        Returns the output of the decoder's own code, or hidden states.
+        """
         mine = RunningPass(cache)
         try:
             self._begin(mine, bound)

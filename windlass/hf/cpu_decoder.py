@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from importlib import import_module
-from types import CodeType
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -28,19 +24,18 @@ from windlass.core.ranks import RankHeads
 from windlass.core.step import AttentionCall
 from windlass.hf.deepseek import Indexer, Latent
 from windlass.hf.model_cache import ModelCache
-from windlass.hf.model_facts import ordinary_ids
+from windlass.hf.model_facts import Method, global_of, has_code_of, ordinary_ids
 from windlass.hf.mrope import AxisRotation, turn_of
 from windlass.hf.passes import CACHE_NAMES, AttributePatch, WholePass, not_compiled, our_cache
 from windlass.hf.probe import QueryScale, eval_mode
 from windlass.hf.recurrent import LayerKinds
-from windlass.hf.self_check import ROUNDING
-from windlass.hf.weights import FewRows, linears_of, watch_weights
+from windlass.hf.self_check import LayerTrace
+from windlass.hf.weights import CodedWeights, FewRows, linears_of, watch_weights
+from windlass.kernels.cpu import MANY_ROWS
 from windlass.positions.rotary import Rotary
 
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import FewTokens, Watch
-
-Method = tuple[str, str, str]  # a family of transformers, a class of it, a method
 
 LAYER: Final[Method] = ("llama", "LlamaDecoderLayer", "forward")
 MLP: Final[Method] = ("llama", "LlamaMLP", "forward")
@@ -55,11 +50,6 @@ NORMS: Final[tuple[tuple[tuple[Method, ...], Rounding, str], ...]] = (
     ((("gemma", "GemmaRMSNorm", "forward"), ("gemma", "GemmaRMSNorm", "_norm")), Rounding.ONE_MORE, "eps"),
     ((("olmo2", "Olmo2RMSNorm", "forward"),), Rounding.WIDE, "variance_epsilon"),
 )
-
-
-def has_code_of(module: nn.Module, *methods: Method) -> bool:
-    """Return True if each of these methods is, in the module's class, the same code."""
-    return all(_is_same(getattr(type(module), name, None), _known(family, of, name)) for family, of, name in methods)
 
 
 def rounding_of(module: nn.Module) -> tuple[Rounding, float] | None:
@@ -84,86 +74,12 @@ def activation_of(module: nn.Module) -> Activation | None:
     return Activation.GELU_TANH if is_tanh or kind is type(ACT2FN["gelu_pytorch_tanh"]) else None
 
 
-def global_of(module: nn.Module, name: str) -> Callable[..., Any]:
-    """The object that a global name means in the `forward` of a module's class."""
-    found: Callable[..., Any] = inspect.unwrap(type(module).forward).__globals__[name]
-    return found
-
-
-def _known(family: str, of: str, name: str) -> Any:
-    return getattr(getattr(import_module(f"transformers.models.{family}.modeling_{family}"), of, None), name, None)
-
-
-def _is_same(ours: Callable[..., Any] | None, known: Callable[..., Any] | None) -> bool:
-    if ours is None or known is None:
-        return False
-    one, other = _code(ours), _code(known)
-    return one is not None and other is not None and _facts(one) == _facts(other)
-
-
-def _code(function: Callable[..., Any]) -> CodeType | None:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return code if isinstance(code, CodeType) else None
-
-
-def _facts(code: CodeType) -> tuple[object, ...]:
-    """Facts of a function: its instructions, and the objects that it names."""
-    return code.co_code, code.co_names, code.co_varnames, code.co_consts, code.co_freevars, code.co_flags
-
-
-ROUNDINGS: Final = 32  # between a layer's inputs and its outputs, at most
-
-
-@final
-class LayerTrace:
-    """A run of a layer's own code that notes the inputs and outputs of its attention."""
-
-    def __init__(self, module: nn.Module, own: Callable[..., Any], kernel: FewTokens) -> None:
-        self._own, self._kernel = own, kernel
-        self._attention = module.get_submodule("self_attn")
-        self._states: dict[str, Tensor] = {}
-        self._attended: Tensor | None = None
-
-    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of the layer's own code."""
-        inside = self._attention._modules
-        with ExitStack() as stack:
-            for name in "qkv":
-                module = inside.get(f"{name}_norm") or inside[f"{name}_proj"]
-                assert module is not None
-                stack.callback(module.register_forward_hook(partial(self._note_states, name)).remove)
-            last = self._attention.get_submodule("o_proj")
-            stack.callback(last.register_forward_pre_hook(self._note_attended).remove)
-            return self._own(*args, **kwargs)
-
-    def is_near(self, hidden: Tensor, output: Tensor) -> bool:
-        """Return True if the kernel, given the same, gives the same but for rounding."""
-        states = [states.transpose(1, 2) for states in self._kernel.before_attention(hidden)]
-        pairs = [(ours, self._states[name].view(ours.shape)) for ours, name in zip(states, "qkv", strict=True)]
-        if self._attended is None:
-            return False
-        attended = self._attended.reshape(states[0].shape)
-        pairs.append((self._kernel.after_attention(hidden, attended.contiguous()), output))
-        return all(_is_near(ours, own) for ours, own in pairs)
-
-    def _note_states(self, name: str, module: nn.Module, args: object, output: Tensor) -> None:
-        self._states[name] = output
-
-    def _note_attended(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._attended = args[0]
-
-
-def _is_near(ours: Tensor, own: Tensor) -> bool:
-    """Compare number by number. NaN is near nothing."""
-    step = ROUNDINGS * ROUNDING[own.dtype]
-    ours, own = ours.float(), own.float()
-    return bool(((ours - own).abs() <= step * (own.abs() + own.abs().median())).all())
-
-
+FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
 # In these decoders each layer takes the previous layer's output, and all layers of one type share a mask.
-DECODERS: Final[tuple[Method, ...]] = tuple(
-    (family, f"{family.capitalize()}Model", "forward") for family in ("llama", "mistral", "qwen2", "qwen3")
-)
+DECODERS: Final[tuple[Method, ...]] = tuple((each, f"{each.capitalize()}Model", "forward") for each in FAMILIES)
+# These models hand the decoder's output to the head as it is.
+HEADED: Final[tuple[Method, ...]] = tuple((each, f"{each.capitalize()}ForCausalLM", "forward") for each in FAMILIES)
+GLOBAL_HOOKS: Final = ("_global_forward_hooks", "_global_forward_pre_hooks")  # of all modules
 
 
 class Attachment(ABC):
@@ -288,7 +204,7 @@ class KnownLayers:
 
     def watch(self, watch: Watch) -> None:
         """Let `watch` look at all that the prepared kernels were made of."""
-        for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        for name in GLOBAL_HOOKS:
             watch.empty(vars(torch_modules), name)
         for kind in self._classes:
             for name in METHODS:
@@ -311,6 +227,8 @@ class WholeDecoder:
         self._watch: Watch | None = None
         self._step: object = None  # the latest pass that looked
         self._kernels: list[FewTokens] | None = None  # of all layers, as long as the watch sees no change
+        self._like: tuple[int, torch.dtype, torch.device]  # sizes and kind of hidden states, once there are kernels
+        self._callers: Watch | None = None  # the model around the decoder, while it does nothing else
 
     def __deepcopy__(self, memo: dict[int, object]) -> WholeDecoder:
         """The decoder of the copied model, whose weights are elsewhere."""
@@ -322,9 +240,39 @@ class WholeDecoder:
         """Nothing is prepared for a decoder out of a file."""
         return WholeDecoder, (self._known, self._whole, self._name)
 
+    def is_all_of(self, model: nn.Module, replaced: AttributePatch) -> bool:
+        """Return True if a model does nothing but call this decoder, and then its head, in a pass without a mask.
+
+        `replaced`: the `forward` that `attach` gave the decoder.
+        """
+        if self._callers is None or not self._callers.is_unchanged():
+            self._callers = self._watched_callers(model, replaced)
+        return self._callers is not None
+
+    def _watched_callers(self, model: nn.Module, replaced: AttributePatch) -> Watch | None:
+        kind, decoder = type(model), self.decoder
+        is_own = any(has_code_of(model, each) for each in HEADED) and kind.__call__ is nn.Module.__call__
+        is_own = is_own and replaced.is_there and self._whole.replaced.is_there
+        is_own = is_own and model._modules.get("model") is decoder
+        is_own = is_own and not any(getattr(torch_modules, name) for name in GLOBAL_HOOKS)
+        parts = model, decoder
+        if not is_own or any(each._compiled_call_impl is not None or _has_hooks(each) for each in parts):
+            return None
+        watch = kernels.watch()
+        for name in GLOBAL_HOOKS:
+            watch.empty(vars(torch_modules), name)
+        for name in ("forward", "__call__"):
+            watch.attribute(kind, name, getattr(kind, name))
+        watch.item(model._modules, "model", decoder)
+        for each in parts:
+            watch.type(each, type(each))
+            _watch_forward(watch, each)
+            watch.no_item(vars(each), "_compiled_call_impl")
+        return watch
+
     @not_compiled
-    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseModelOutputWithPast | None:
-        """The output of the decoder. None, and no effect, where its own code is to be called."""
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The last hidden states of the decoder. None, and no effect, where its own code is to be called."""
         cache = our_cache(kwargs)
         if not self._is_known or args or cache is None or not self._is_served(cache, kwargs):
             return None
@@ -332,18 +280,27 @@ class WholeDecoder:
         if kernels_of_all is None:
             return None
         hidden = kwargs.get(EMBEDS)
-        embedding = self.decoder.embed_tokens
-        weight, width = embedding.weight, embedding.embedding_dim
-        expected = torch.empty(cache.batch_size, 1, width, dtype=weight.dtype, device=weight.device)
-        if hidden is not None and not _is_like(hidden, expected):
+        if hidden is None:
+            weight = self.decoder.embed_tokens.weight
+            is_coded = isinstance(weight, CodedWeights)
+            hidden = weight.rows(kwargs[IDS]) if is_coded else self.decoder.embed_tokens(kwargs[IDS])
+        if not self._reads(hidden, cache.batch_size):
             return None
-        fused = cache.fused_decode(kernels_of_all, expected, self._calls)
+        fused = cache.fused_decode(kernels_of_all, hidden, self._calls)
         if fused is None:
             return None
-        if hidden is None:
-            hidden = embedding(kwargs[IDS])
-        out = self.decoder.norm(cache.decode(fused, hidden))
-        given: dict[str, Any] = {"last_hidden_state": out, self._cache_name: cache}
+        out: Tensor = self.decoder.norm(cache.decode(fused, hidden))
+        return out
+
+    def _reads(self, hidden: Any, batch: int) -> bool:
+        """Return True if the kernels read these hidden states, which are to be like the embedding's."""
+        width, dtype, device = self._like
+        is_like = type(hidden) is Tensor and hidden.shape == (batch, 1, width) and hidden.is_contiguous()
+        return is_like and hidden.dtype is dtype and hidden.device == device
+
+    def as_output(self, hidden: Tensor, cache: TextCache) -> BaseModelOutputWithPast:
+        """The output of the decoder with these hidden states."""
+        given: dict[str, Any] = {"last_hidden_state": hidden, self._cache_name: cache}
         return BaseModelOutputWithPast(**given)
 
     def prove(self, model: PreTrainedModel, cache: ModelCache) -> None:
@@ -357,14 +314,12 @@ class WholeDecoder:
 
     def _is_served(self, cache: TextCache, kwargs: dict[str, Any]) -> bool:
         """True if a pass is one of a token per row, in which the decoder returns hidden states and nothing else."""
-        step, config = cache.text.pending, self.decoder.config
+        step = cache.text.pending
         if step is None or not step.is_token or turn_of(cache) is not AxisRotation.NONE or self._known.is_proving:
             return False
         if not self._whole.is_served or torch.is_grad_enabled():
             return False
         if torch.is_autocast_enabled("cpu") or self.decoder.training:
-            return False
-        if config.output_attentions or config.output_hidden_states or not config.return_dict:
             return False
         if (kwargs.get(IDS) is None) is (kwargs.get(EMBEDS) is None):
             return False
@@ -384,6 +339,7 @@ class WholeDecoder:
         known = [kernel for kernel in found if kernel is not None]
         if len(known) == len(found) and self._calls_just_these():
             self._kernels = known
+            self._like = embedding.embedding_dim, embedding.weight.dtype, embedding.weight.device
         self._watch = kernels.watch()
         self._known.watch(self._watch)
         self._watch_decoder(self._watch)
@@ -393,6 +349,8 @@ class WholeDecoder:
         """True if the decoder calls just these layers, one after the other, as attention of ours, by its own code."""
         decoder, layers = self.decoder, self._known.layers
         config = decoder.config
+        if config.output_attentions or config.output_hidden_states or not config.return_dict:
+            return False
         if config.num_hidden_layers != len(layers) or len(set(getattr(config, "layer_types", None) or [None])) > 1:
             return False
         if type(decoder.embed_tokens) is not nn.Embedding or not layers:
@@ -409,9 +367,10 @@ class WholeDecoder:
             watch.item(decoder.layers._modules, number, layer)
         _watch_forward(watch, decoder.embed_tokens)
         watch.type(decoder.embed_tokens, type(decoder.embed_tokens))
-        for name in ("num_hidden_layers", "sliding_window"):
-            if name in vars(decoder.config):
-                watch.item(vars(decoder.config), name, vars(decoder.config)[name])
+        config = decoder.config
+        watch.item(vars(decoder), "config", config)
+        for name in CONFIGURED & vars(config).keys():
+            watch.item(vars(config), name, vars(config)[name])
         weights = decoder.embed_tokens._parameters
         watch.item(weights, "weight", weights["weight"])
 
@@ -436,15 +395,19 @@ READ: Final = frozenset({IDS, EMBEDS, "attention_mask", "position_ids", *CACHE_N
 PLAIN: Final = {"use_cache": True, "return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
 
-def _is_like(hidden: object, expected: Tensor) -> bool:
-    """Return True if a kernel for hidden states like the expected ones reads these."""
-    if type(hidden) is not Tensor or hidden.shape != expected.shape or not hidden.is_contiguous():
-        return False
-    return hidden.dtype is expected.dtype and hidden.device == expected.device
+# Names in a config of the numbers and flags that the kernels of all layers depend on.
+CONFIGURED: Final = frozenset(
+    {"num_hidden_layers", "sliding_window", "output_attentions", "_output_attentions"}
+    | {"output_hidden_states", "return_dict"}
+)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    return _has_hooks(module) or "forward" in vars(module)
 
 
 def _watch_forward(watch: Watch, module: nn.Module) -> None:
@@ -640,6 +603,31 @@ class FewTokensLayer:
         )
 
 
+@final
+class FewRowsNorm:
+    """The forward pass of a decoder's last norm: our kernel's for few tokens of a pass that is served, else its own."""
+
+    def __init__(self, module: nn.Module, whole: WholePass) -> None:
+        self._module, self._whole, self._code = module, whole, code_of([type(module)])
+        self._epsilon = epsilon_of(module)
+        self._rounding = next(rounding for methods, rounding, _ in NORMS if has_code_of(module, *methods))
+        self.replaced = AttributePatch(module, "forward", self.forward)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """The normed states."""
+        if torch.compiler.is_compiling() or not self._is_served(states):
+            own: Tensor = self.replaced.original(states)
+            return own
+        epsilon: float = getattr(self._module, self._epsilon)
+        return kernels.norm(states, Norm(self._module.get_parameter("weight"), epsilon, self._rounding))
+
+    def _is_served(self, states: Tensor) -> bool:
+        if not self._whole.is_served or type(states) is not Tensor or code_of([type(self._module)]) != self._code:
+            return False
+        is_cpu = states.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
+        return is_cpu and not torch.is_grad_enabled() and 0 < states.shape[:-1].numel() <= MANY_ROWS
+
+
 def layer_of(part: LayerPart) -> LinearLayer | None:
     """The weights of a linear layer as our kernel takes them, or None where they are of an unknown kind."""
     own = getattr(part.forward, "__self__", None)
@@ -683,4 +671,8 @@ def few_rows_of(
     layers = KnownLayers(decoder)
     layers.layers += [FewTokensLayer(each, whole, attention_name, layers) for each in known]
     layers.note_code()
-    return WholeDecoder(layers, whole, attention_name), [*(each.replaced for each in layers.layers), *linears]
+    patches = [each.replaced for each in layers.layers]
+    last = decoder._modules.get("norm")
+    if known and last is not None and "forward" not in vars(last) and rounding_of(last) is not None:
+        patches.append(FewRowsNorm(last, whole).replaced)
+    return WholeDecoder(layers, whole, attention_name), [*patches, *linears]

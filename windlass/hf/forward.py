@@ -39,6 +39,10 @@ def forward(
     out: Tensor
     cache.schedule(how)
     try:
+        if mask is None and columns == [0] and ids.shape[1] == 1:
+            logits = attached(model).token(model, ids, cache)
+            if logits is not None:
+                return logits
         if columns:  # decode asks for the last column, which needs no transfer to the device
             wanted = 1 if columns == [ids.shape[1] - 1] else torch.tensor(columns, device=ids.device)
             out = model(**given, past_key_values=cache, logits_to_keep=wanted).logits

@@ -1,12 +1,15 @@
-"""Facts of a model that its config and its parameters tell: kind, trained length, device, ordinary tokens."""
+"""Facts of a model: kind, trained length, device, ordinary tokens, and methods whose code is known."""
 
+import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Final
+from types import CodeType
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, __version__
 
 from windlass.core.errors import UnsupportedModel, UsageError
@@ -183,3 +186,38 @@ def shown_name(name: str | os.PathLike[str]) -> str:
     path = Path(os.path.normpath(folder.absolute()))
     shown = path.stem if path.suffix.lower() == GGUF and path.is_file() else path.name
     return (shown or str(name)) + ("" if quant is None else f":{quant}")
+
+
+Method = tuple[str, str, str]  # a family of transformers, a class of it, a method
+
+
+def has_code_of(module: nn.Module, *methods: Method) -> bool:
+    """Return True if each of these methods is, in the module's class, the same code."""
+    return all(_is_same(getattr(type(module), name, None), _known(family, of, name)) for family, of, name in methods)
+
+
+def global_of(module: nn.Module, name: str) -> Callable[..., Any]:
+    """The object that a global name means in the `forward` of a module's class."""
+    found: Callable[..., Any] = inspect.unwrap(type(module).forward).__globals__[name]
+    return found
+
+
+def _known(family: str, of: str, name: str) -> Any:
+    return getattr(getattr(import_module(f"transformers.models.{family}.modeling_{family}"), of, None), name, None)
+
+
+def _is_same(ours: Callable[..., Any] | None, known: Callable[..., Any] | None) -> bool:
+    if ours is None or known is None:
+        return False
+    one, other = _code(ours), _code(known)
+    return one is not None and other is not None and _facts(one) == _facts(other)
+
+
+def _code(function: Callable[..., Any]) -> CodeType | None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _facts(code: CodeType) -> tuple[object, ...]:
+    """Facts of a function: its instructions, and the objects that it names."""
+    return code.co_code, code.co_names, code.co_varnames, code.co_consts, code.co_freevars, code.co_flags

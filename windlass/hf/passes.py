@@ -3,12 +3,13 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from threading import get_ident
 from typing import Any, Final, NoReturn, ParamSpec, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from windlass.cache.cache import TextCache
@@ -62,7 +63,14 @@ def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, R
     Kernels are given the addresses of tensors, and a compiled frame frees tensors that it holds only by address.
     """
     kept: Callable[Arguments, Result] = torch.compiler.disable(function)
-    return kept
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        # Where nothing is compiled around it, PyTorch's wrapper would take longer than most of these functions.
+        is_compiled = torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+        return kept(*args, **kwargs) if is_compiled else function(*args, **kwargs)
+
+    return call
 
 
 PREFIXES: Final = ("PREFIX_TUNING", "CARTRIDGE")  # PEFT's names of adapters that are a cache
@@ -75,13 +83,18 @@ def check_call(called: Sequence[nn.Module], arguments: dict[str, Any]) -> None:
     """
     if called[0].training and torch.is_grad_enabled():
         raise UsageError("a KVCache is for inference: call model.eval(), or leave past_key_values out to train")
-    asked = any(getattr(module.config, "output_attentions", False) for module in called)
+    asked = any(_asks_attentions(module.config) for module in called)
     if arguments.get("output_attentions", asked):
         raise UsageError("output_attentions is not available with a KVCache: it never holds the whole matrix")
     if arguments.get("use_cache") is False:
         raise UsageError(
             "use_cache=False asks for a pass without a cache, but past_key_values is a KVCache. Leave one of them out"
         )
+
+
+def _asks_attentions(config: Any) -> bool:
+    own, name = vars(config), "_output_attentions"  # the public attribute takes several calls
+    return bool(own[name] if name in own else getattr(config, name[1:], False))
 
 
 def fed(arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -343,9 +356,14 @@ class AttributePatch:
         # Not `__get__` of it, which torch.compile takes for the attribute of the module: the replacement.
         return partial(getattr(type(self._module), self._name), self._module) if own is None else own
 
+    @property
+    def is_there(self) -> bool:
+        """Return True if nobody has replaced it since."""
+        return vars(self._module).get(self._name) is self._replacement
+
     def put_back(self) -> None:
         """Restore the module, except for later changes of others."""
-        if vars(self._module).get(self._name) is not self._replacement:
+        if not self.is_there:
             return
         delattr(self._module, self._name)
         if self._own is not None:
@@ -371,14 +389,15 @@ class WholePass:
         cache = kwargs.get(self._cache_name)
         if not isinstance(cache, TextCache):
             return self.replaced.original(*args, **kwargs)
-        return self._with_cache(cache, args, kwargs)
+        return self.take(cache, kwargs.get("logits_to_keep"), lambda: self.replaced.original(*args, **kwargs))
 
-    def _with_cache(self, cache: TextCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def take(self, cache: TextCache, logits_to_keep: object, work: Callable[[], Result]) -> Result:
+        """The result of `work`, a pass of the whole model with this cache."""
         complete: list[RunningPass] = []
         try:
-            note_drafts(cache, kwargs.get("logits_to_keep"))
+            note_drafts(cache, logits_to_keep)
             self._enter(complete)
-            output = self.replaced.original(*args, **kwargs)
+            output = work()
             self.leave()
             return output
         except BaseException:
@@ -392,14 +411,12 @@ class WholePass:
         """Return True if a pass with a cache of ours runs in this thread."""
         return get_ident() in self._passes
 
-    @not_compiled
     def begin(self, decoder: RunningPass) -> None:
         """A pass of the decoder begins, in one of the whole model or alone."""
         decoder.is_alone = not self.is_served
         if decoder.is_alone:
             self._enter([])
 
-    @not_compiled
     def end(self, decoder: RunningPass, is_complete: bool) -> None:
         """It ends."""
         if decoder.is_alone:

@@ -5,11 +5,13 @@ replaced by those of that pass after they were compared. So an error belongs to 
 from layer to layer.
 """
 
+from __future__ import annotations
+
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,9 @@ from windlass.hf.model_facts import ordinary_ids
 from windlass.hf.probe import eval_mode
 from windlass.policies import Recent
 from windlass.positions.rotary import Rotation
+
+if TYPE_CHECKING:
+    from windlass.kernels.cpu.decode import FewTokens
 
 PASSES: Final = (5, 3)  # tokens of each pass with the cache. The model's own pass reads all of them at once
 RECURRENT_PASSES: Final = (4, 3, 1)  # where layers keep a state, code of its own takes single tokens
@@ -203,3 +208,52 @@ def _rounding(states: Tensor) -> float:
     if states.dtype == torch.float32:
         return FAST_ROUNDING.get(torch.get_float32_matmul_precision(), ROUNDING[torch.float32])
     return ROUNDING.get(states.dtype, ROUNDING[torch.bfloat16])
+
+
+ROUNDINGS: Final = 32  # between a layer's inputs and its outputs, at most
+
+
+@final
+class LayerTrace:
+    """A run of a layer's own code that notes the inputs and outputs of its attention."""
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any], kernel: FewTokens) -> None:
+        self._own, self._kernel = own, kernel
+        self._attention = module.get_submodule("self_attn")
+        self._states: dict[str, Tensor] = {}
+        self._attended: Tensor | None = None
+
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of the layer's own code."""
+        inside = self._attention._modules
+        with ExitStack() as stack:
+            for name in "qkv":
+                module = inside.get(f"{name}_norm") or inside[f"{name}_proj"]
+                assert module is not None
+                stack.callback(module.register_forward_hook(partial(self._note_states, name)).remove)
+            last = self._attention.get_submodule("o_proj")
+            stack.callback(last.register_forward_pre_hook(self._note_attended).remove)
+            return self._own(*args, **kwargs)
+
+    def is_near(self, hidden: Tensor, output: Tensor) -> bool:
+        """Return True if the kernel, given the same, gives the same but for rounding."""
+        states = [states.transpose(1, 2) for states in self._kernel.before_attention(hidden)]
+        pairs = [(ours, self._states[name].view(ours.shape)) for ours, name in zip(states, "qkv", strict=True)]
+        if self._attended is None:
+            return False
+        attended = self._attended.reshape(states[0].shape)
+        pairs.append((self._kernel.after_attention(hidden, attended.contiguous()), output))
+        return all(_is_near(ours, own) for ours, own in pairs)
+
+    def _note_states(self, name: str, module: nn.Module, args: object, output: Tensor) -> None:
+        self._states[name] = output
+
+    def _note_attended(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._attended = args[0]
+
+
+def _is_near(ours: Tensor, own: Tensor) -> bool:
+    """Compare number by number. NaN is near nothing."""
+    step = ROUNDINGS * ROUNDING[own.dtype]
+    ours, own = ours.float(), own.float()
+    return bool(((ours - own).abs() <= step * (own.abs() + own.abs().median())).all())

@@ -181,21 +181,14 @@ class CodedWeights(Tensor):
 
         Raises: IndexError, as PyTorch's embedding on a CPU, for an id without a row.
         """
-        if ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling():
-            least, most = ids.aminmax()
-            if least < 0 or most >= self.shape[0]:
-                raise IndexError(f"token ids {least} to {most}: the embedding has {self.shape[0]} rows, from 0 on")
-            if ids.numel() > 1:
-                return self._rows(ids)
-            place = int(ids) % self.groups.block
-            first = int(ids) - place
-            rows = min(self.groups.block, self.shape[0] - first)
-            panel = torch.empty(rows, self.shape[1], dtype=self.dtype, device=ids.device)
-            kernels.decode_into(panel, self.groups, first)
-            return panel[place].view(*ids.shape, -1)
-        return self._rows(ids)
-
-    def _rows(self, ids: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
+            found = kernels.decoded_outputs(self.groups, ids, self.dtype)
+            if found is not None:
+                return found
+            if ids.device.type == "cpu" and ids.numel():
+                least, most = ids.aminmax()
+                if least < 0 or most >= self.shape[0]:
+                    raise IndexError(f"token ids {least} to {most}: the embedding has {self.shape[0]} rows, from 0 on")
         floats = self.groups.floats(torch.promote_types(self.dtype, torch.float32), ids.flatten())
         return floats.to(self.dtype).view(*ids.shape, -1)
 
@@ -469,9 +462,7 @@ def watch_weights(watch: "Watch", module: nn.Module) -> None:
         if tensor is None:
             continue
         if isinstance(tensor, CodedWeights):
-            watch.attribute(tensor, "groups", tensor.groups)
-            for part in tensor.groups.parts:
-                watch.address(part)
+            watch.attribute(tensor, "groups", tensor.groups)  # codes, which nobody changes in place
             continue
         kind = kind_of(tensor)
         if kind is None:

@@ -26,6 +26,7 @@ from windlass.core.inputs import (
     GroupCodes,
     LinearInput,
     Mass,
+    Norm,
     PackedStates,
     PageInput,
     ReadInput,
@@ -136,6 +137,15 @@ def linear(call: LinearInput) -> LinearOutputs:
     return _multiply_panels(call) if needs_panels(call) else reference.linear(call)
 
 
+def norm(states: Tensor, norm: Norm) -> Tensor:
+    """See `reference.norm`."""
+    is_known = has_linear(states.device.type) and cpu.has_floats(states) and states.numel() > 0
+    is_like = (
+        is_known and states.dtype is norm.weights.dtype and states.is_contiguous() and norm.weights.is_contiguous()
+    )
+    return cpu.norm(states, norm) if is_like else reference.norm(states, norm)
+
+
 def needs_panels(call: LinearInput) -> bool:
     """Return True if many rows are multiplied by panels of decoded or widened weights, which PyTorch reads."""
     weights, dtype = call.layer.weights, call.inputs.dtype
@@ -174,6 +184,13 @@ def decode_into(panel: LinearWeights, weights: GroupCodes, first: int) -> None:
         return
     outputs = torch.arange(first, first + len(panel), device=weights.codes.device)
     panel.copy_(weights.floats(torch.promote_types(panel.dtype, torch.float32), outputs))
+
+
+def decoded_outputs(weights: GroupCodes, outputs: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The weights of these outputs, as `decode_into` gives them. None: no backend, or an output that is not there."""
+    is_known = _is_compiled(weights.codes.device.type) and outputs.device.type == "cpu"
+    is_known = is_known and outputs.numel() > 0 and cpu.can_decode_weights(weights, dtype)
+    return cpu.decoded_outputs(weights, outputs, dtype) if is_known else None
 
 
 def decoder_layer_of(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> "FewTokens | None":
@@ -252,6 +269,12 @@ def expected_logits(keys: SlotKeys, means: Tensor, covariances: Tensor, cos: Ten
     """
     is_known = _is_compiled(keys.device.type) and keys.numel() > 0
     return cpu.expected_logits(keys, means, covariances, cos, sin) if is_known else None
+
+
+def leverage(keys: SlotKeys, is_counted: Tensor, projection: Tensor | None, ridge: float) -> Tensor | None:
+    """`policies.leverage.leverage` of float keys, or None where no backend has it."""
+    is_known = _is_compiled(keys.device.type) and cpu.has_floats(keys) and keys.numel() > 0
+    return cpu.leverage(keys, is_counted, projection, ridge) if is_known else None
 
 
 def redundancy(keys: PackedStates, positions: SlotPositions, order: SlotIndex, threshold: float) -> PerSlot | None:

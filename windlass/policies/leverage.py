@@ -6,8 +6,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from windlass import kernels
 from windlass.core.errors import PolicyError
-from windlass.core.types import Scores
+from windlass.core.types import Scores, SlotKeys
 from windlass.policies.base import LayersAsRows, Policy, Slots
 
 
@@ -39,19 +40,31 @@ class Leverage(Policy, LayersAsRows):
 
     def score_among(self, slots: Slots, is_counted: Tensor) -> Scores:
         """The leverage of each counted slot among the counted ones. It is 0 for the other slots."""
-        is_row = is_counted.unsqueeze(-1)
-        # In float64: sums over slots round by their order, which must not change the eviction. With fewer tokens than
-        # channels only the ridge is left in some directions.
-        keys = slots.keys().double()
-        mean = (keys * is_row).sum(2, keepdim=True) / is_row.sum(2, keepdim=True).clamp(min=1)
-        x = (keys - mean) * is_row
-        if x.shape[-1] > self.sketch:
-            x = x @ _gaussian(x.shape[-1], self.sketch, x.device)
-        ridge = self.ridge * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
-        factor = torch.linalg.cholesky_ex(x.mT @ x + ridge).L
-        whitened: Tensor = torch.linalg.solve_triangular(factor, x.mT, upper=False)
+        keys = slots.keys()
+        projection = _gaussian(keys.shape[-1], self.sketch, keys.device) if keys.shape[-1] > self.sketch else None
+        found = kernels.leverage(keys, is_counted, projection, self.ridge)
+        if found is None:
+            found = leverage(keys, is_counted, projection, self.ridge)
         # In steps: keys of the same word differ by the rounding of their pass, which must not change the eviction.
-        return ((whitened.square().sum(-2) * 2**16).round() / 2**16).float()
+        return ((found * 2**16).round() / 2**16).float()
+
+
+def leverage(keys: SlotKeys, is_counted: Tensor, projection: Tensor | None, ridge: float) -> Tensor:
+    """The leverage in float64 of each counted key among the counted ones, once all are projected. 0 for the others.
+
+    `projection` is (channels, width). None: keys stay as they are.
+    """
+    is_row = is_counted.unsqueeze(-1)
+    # In float64: sums over slots round by their order, which must not change the eviction. With fewer tokens than
+    # channels only the ridge is left in some directions.
+    keys = keys.double()
+    mean = (keys * is_row).sum(2, keepdim=True) / is_row.sum(2, keepdim=True).clamp(min=1)
+    x = (keys - mean) * is_row
+    if projection is not None:
+        x = x @ projection
+    factor = torch.linalg.cholesky_ex(x.mT @ x + ridge * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)).L
+    whitened: Tensor = torch.linalg.solve_triangular(factor, x.mT, upper=False)
+    return whitened.square().sum(-2)
 
 
 @cache

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import UsageError
-from windlass.core.inputs import SUPER, AttentionInput, GroupCodes, LinearInput, LinearLayer, Mass, PackedStates
+from windlass.core.inputs import AttentionInput, GroupCodes, LinearInput, LinearLayer, Mass, Norm, PackedStates
 from windlass.core.types import (
     Attended,
     LinearOutputs,
@@ -29,6 +29,7 @@ from windlass.kernels.cpu.tensors import (
     contiguous_means,
     format_of,
     linear_arguments,
+    norm_arguments,
     state_arguments,
     steady_arguments,
     table_arguments,
@@ -217,19 +218,8 @@ def knows_linear(layer: LinearLayer, dtype: torch.dtype) -> bool:
 
 def can_read_codes(weights: GroupCodes) -> bool:
     """Return True if `linear` knows these weights, whatever the inputs."""
-    pairs, supers, width = weights.pairs, weights.supers, weights.in_features
     has_sizes = weights.block in BLOCKS.get(weights.bits, ()) and weights.group % MAX_LANES == 0
-    if not has_sizes or pairs.shape[2] not in (1, 2):
-        return False
-    rows = -(-weights.out_features // weights.block) * weights.block
-    is_whole = weights.codes.shape[0] == rows and pairs.shape[0] * weights.group == width
-    is_contiguous = all(each.is_contiguous() for each in weights.parts)
-    has_pairs = pairs.dtype in FLOATS
-    if supers is not None:
-        has_shape = supers.shape == (width // SUPER, rows, pairs.shape[2]) and width % SUPER == 0
-        has_pairs = pairs.dtype == torch.int8 and supers.dtype == torch.float16 and has_shape
-    has_pairs = has_pairs and pairs.shape[1] == rows
-    return is_whole and is_contiguous and has_pairs and weights.codes.numel() > 0
+    return has_sizes and (weights.supers is not None or weights.pairs.dtype in FLOATS) and weights.is_whole
 
 
 def can_decode_weights(weights: GroupCodes, dtype: torch.dtype) -> bool:
@@ -242,6 +232,16 @@ def decode_into(panel: LinearWeights, weights: GroupCodes, first: int) -> None:
     arguments, threads = linear_arguments(LinearLayer(weights), panel.dtype, None), torch.get_num_threads()
     own, count = FLOATS[panel.dtype], len(panel)
     _native.decode_weights(arguments, first, count, own, panel.data_ptr(), instruction_set(), threads)
+
+
+def decoded_outputs(weights: GroupCodes, outputs: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The weights of some outputs, whose numbers these are. None: one of them is not there."""
+    arguments, outputs = linear_arguments(LinearLayer(weights), dtype, None), outputs.long().contiguous()
+    found = torch.empty(*outputs.shape, weights.in_features, dtype=dtype)
+    is_found = _native.decode_outputs(
+        arguments, outputs.data_ptr(), outputs.numel(), FLOATS[dtype], found.data_ptr(), instruction_set()
+    )
+    return found if is_found else None
 
 
 def linear(call: LinearInput) -> LinearOutputs:
@@ -257,6 +257,14 @@ def linear(call: LinearInput) -> LinearOutputs:
         written = result.data_ptr() + first * layer.out_features * inputs.itemsize
         _native.linear(arguments, rows, own, read, written, instruction_set(), threads)
     return result
+
+
+def norm(states: Tensor, norm: Norm) -> Tensor:
+    """See `reference.norm`. Numbers, which lie contiguously, and weights have the same dtype."""
+    found = torch.empty_like(states)
+    tokens, own = states.numel() // states.shape[-1], FLOATS[states.dtype]
+    _native.norm_tokens(norm_arguments(norm), tokens, own, states.data_ptr(), found.data_ptr(), instruction_set())
+    return found
 
 
 def can_decode(states: PackedStates, dtype: torch.dtype) -> bool:
@@ -324,6 +332,30 @@ def expected_logits(keys: SlotKeys, means: Tensor, covariances: Tensor, cos: Ten
         means.data_ptr(),
         covariances.data_ptr(),
         (cos.data_ptr(), sin.data_ptr()),
+        out.data_ptr(),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def has_floats(tensor: Tensor) -> bool:
+    """Return True if kernels know the dtype of these floats."""
+    return tensor.dtype in FLOATS
+
+
+def leverage(keys: SlotKeys, is_counted: Tensor, projection: Tensor | None, ridge: float) -> Tensor:
+    """See `kernels.leverage`."""
+    batch, kv_heads, slots, channels = keys.shape
+    out = torch.empty(batch, kv_heads, slots, dtype=torch.float64)
+    keys, is_counted = keys.contiguous(), is_counted.expand(keys.shape[:3]).contiguous()
+    _native.leverage(
+        (batch * kv_heads, slots, channels, channels if projection is None else projection.shape[1]),
+        FLOATS[keys.dtype],
+        keys.data_ptr(),
+        is_counted.data_ptr(),
+        address(projection),
+        ridge,
         out.data_ptr(),
         instruction_set(),
         torch.get_num_threads(),

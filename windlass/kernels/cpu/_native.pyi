@@ -140,6 +140,17 @@ def expected(
     instruction_set: str,
     threads: int,
 ) -> None: ...
+def leverage(
+    sizes: tuple[int, int, int, int],
+    format: int,
+    keys: int,
+    is_counted: int,
+    projection: int,
+    ridge: float,
+    out: int,
+    instruction_set: str,
+    threads: int,
+) -> None: ...
 def redundancy(
     sizes: tuple[int, int, int],
     format: int,
@@ -164,6 +175,10 @@ def linear(
 def decode_weights(
     layer: LinearLayer, first: int, count: int, float_format: int, result: int, instruction_set: str, threads: int
 ) -> None: ...
+def decode_outputs(
+    layer: LinearLayer, outputs: int, count: int, float_format: int, result: int, instruction_set: str
+) -> bool: ...
+def norm_tokens(norm: Norm, tokens: int, float_format: int, inputs: int, result: int, instruction_set: str) -> None: ...
 
 class DecoderLayer:
     def __init__(

@@ -32,6 +32,7 @@ namespace {
 #include "value_digits.hpp"
 #include "mean_key_cosine.hpp"
 #include "encode.hpp"
+#include "value_sums.hpp"
 
 // Buffers of one thread.
 struct ThreadBuffers {
@@ -44,7 +45,8 @@ struct ThreadBuffers {
 template <Format F>
 class Kernel {
   public:
-    Kernel(const Attend &call, const Scratch &sizes, float *scratch, int threads) : call(call), sizes(sizes) {
+    Kernel(const Attend &call, const Scratch &sizes, float *scratch, int threads)
+        : call(call), sizes(sizes), sums(call, sizes.partial_width) {
         queries = scratch;
         unrounded = queries + sizes.queries;
         turned = unrounded + sizes.unrounded;
@@ -90,6 +92,7 @@ class Kernel {
   private:
     const Attend &call;
     const Scratch &sizes;
+    ValueSums<F> sums;
     float *queries, *unrounded, *turned, *partials, *totals, *logits, *buffers, *tiles;
     std::size_t rotated_size, logits_size, tables_size, turned_size, tiles_size;
     bool is_narrow, is_laid, is_steady;
@@ -263,7 +266,7 @@ class Kernel {
 #if defined(__AVX512BF16__)
         if (is_tiled) return add_tiles(place, count, mask, shared, buffers, states);
 #endif
-        add_block(row, head, place, count, mask, shared, ahead, buffers, states);
+        sums.add(row, head, place, count, mask, shared, ahead, buffers.near, buffers.far, states);
     }
 
     // Products of a block's keys. Returns whether some count as far.
@@ -310,21 +313,9 @@ class Kernel {
         if (F == Format::int4 && keys.group_bits != 4) return false;
         return F == Format::bfloat16 || (2 * call.pairs == width && keys.held == width && (width == 64 || width == 128));
     }
-    // Whether values are added up as products in bfloat16.
-    bool has_narrow_values() const {
-#if defined(__AVX512BF16__)
-        const PackedStates &values = call.values;
-        if (call.float_format != Format::bfloat16) return false;
-        if (F == Format::int4) return values.group_bits == 5 && values.first == 0 && values.held % 64 == 0;  // whole groups in each half
-        return (F == Format::bfloat16 || F == Format::int8) && values.channels % 32 == 0 && values.held % 32 == 0;
-#else
-        return false;
-#endif
-    }
-
     // Whether blocks are laid out in tiles that all queries read.
     bool has_tiles() const {
-        return F == Format::bfloat16 && call.has_many_queries() && !call.has_far() && is_narrow && has_narrow_values();
+        return F == Format::bfloat16 && call.has_many_queries() && !call.has_far() && is_narrow && sums.is_narrow();
     }
 
     const std::int32_t *rotary_positions(const Branch &branch, int row, int head, int at) const {
@@ -540,145 +531,6 @@ class Kernel {
         }
     }
 
-    void add_block(int row, int head, std::size_t place, int count, const BlockMask &mask, int shared,
-                   std::ptrdiff_t ahead, ThreadBuffers buffers, float *states) {
-        const PackedStates &packed = call.values;
-        if (packed.full_precision) add_full_precision(row, head, place, count, shared, buffers, states);
-        if constexpr (F == Format::int4) {
-#if defined(__AVX512BF16__)
-            if (has_narrow_values()) return add_narrow_groups(place, count, mask, shared, ahead, buffers, states);
-#endif
-            return add_groups(place, count, mask, shared, buffers, states);
-        }
-        if (packed.scales)  // a value is code * scale: the codes are weighed by weight * scale
-            weigh_scales(packed.scales + place, count, shared, buffers.near);
-#if defined(__AVX512BF16__)
-        if constexpr (F == Format::bfloat16 || F == Format::int8)
-            if (has_narrow_values()) {
-                if (F == Format::int8 && packed.channels % 64 == 0)
-                    return add_narrow_bytes(place, count, mask, shared, ahead, buffers, states);
-                const NarrowValues values{packed.data + place * packed.row_bytes, packed.row_bytes, packed.first,
-                                          packed.held, count, mask.is_seen};
-                return add_all_narrow<F>(buffers.near, shared, values, packed.channels, next_keys(place, ahead), states + MAX_LANES,
-                                         sizes.partial_width);
-            }
-#endif
-        add_all_values<F>(buffers.near, shared, packed.data + place * packed.row_bytes, packed.row_bytes,
-                          packed.first, packed.held, packed.held, count, mask.is_seen, states + MAX_LANES, sizes.partial_width);
-    }
-
-#if defined(__AVX512BF16__)
-    // As `add_groups`, two groups of 32 channels at a time.
-    void add_narrow_groups(std::size_t place, int count, const BlockMask &mask, int shared, std::ptrdiff_t ahead,
-                           ThreadBuffers buffers, float *states) {
-        const PackedStates &packed = call.values;
-        const int groups = packed.held / 32;
-        const std::uint16_t *scales = packed.scales + place * packed.slot_scales();
-        Ahead next = next_keys(place, ahead);
-        GroupWeights weights;
-        for (int group = 0; group < groups / 2; ++group) {
-            const BlockPairs low(scales, groups, group, count), high(scales, groups, group + groups / 2, count);
-            const GroupedValues values{packed.data + place * packed.row_bytes + 32 * group, packed.row_bytes, count, mask.is_seen};
-            for (int first = 0; first < shared; first += 4, next.row_bytes = 0) {
-                const int some = std::min(4, shared - first);
-                float *low_sums = states + MAX_LANES + first * sizes.partial_width + 32 * group, *high_sums = low_sums + packed.held / 2;
-                for (int q = 0; q < some; ++q) {
-                    const float *own = buffers.near + (first + q) * BLOCK;
-                    weigh_group(own, low, weights.low[q], low_sums + q * sizes.partial_width);
-                    weigh_group(own, high, weights.high[q], high_sums + q * sizes.partial_width);
-                }
-                const auto add = [&](auto queries) {
-                    add_group_codes<queries.value>(weights, values, next, low_sums, high_sums, sizes.partial_width);
-                };
-                if (some == 4) add(std::integral_constant<int, 4>{});
-                if (some == 3) add(std::integral_constant<int, 3>{});
-                if (some == 2) add(std::integral_constant<int, 2>{});
-                if (some == 1) add(std::integral_constant<int, 1>{});
-            }
-        }
-    }
-    // Values of int8, whose weights have their scales already.
-    void add_narrow_bytes(std::size_t place, int count, const BlockMask &mask, int shared, std::ptrdiff_t ahead,
-                          ThreadBuffers buffers, float *states) {
-        const PackedStates &packed = call.values;
-        Ahead next = next_keys(place, ahead);
-        in_threes(shared, [&](int first, auto queries) {
-            const float *own[3];
-            for (int q = 0; q < 3; ++q) own[q] = buffers.near + (first + std::min<int>(q, queries.value - 1)) * BLOCK;
-            const WeightDigits weights[3] = {{own[0], nullptr}, {own[1], nullptr}, {own[2], nullptr}};
-            for (int i = 0; i < packed.channels; i += 64, next.row_bytes = 0) {
-                const CodedValues values{packed.data + place * packed.row_bytes + packed.first + i, packed.row_bytes, count, mask.is_seen};
-                add_bytes<queries.value>(weights, values, next, states + MAX_LANES + first * sizes.partial_width + i, sizes.partial_width);
-            }
-        });
-    }
-    // Keys that are read after the values of a block.
-    Ahead next_keys(std::size_t place, std::ptrdiff_t ahead) const {
-        return {call.keys.data + (std::ptrdiff_t(place) + ahead) * std::ptrdiff_t(call.keys.row_bytes), call.keys.row_bytes};
-    }
-#endif
-
-    // A value is code * scale + offset, of each group: its codes are weighed by weight * scale, and weight * offset is the
-    // same for all its channels. Overwrites `far`.
-    void add_groups(std::size_t place, int count, const BlockMask &mask, int shared, ThreadBuffers buffers, float *states) {
-        const PackedStates &packed = call.values;
-        const int groups = int(packed.slot_scales() / 2);
-        for (int group = packed.first >> packed.group_bits; group < groups; ++group) {
-            const int start = std::max(packed.first, group << packed.group_bits),
-                      end = std::min(packed.held, (group + 1) << packed.group_bits);
-            alignas(64) float scales[BLOCK] = {}, offsets[BLOCK] = {};
-            const std::uint16_t *pairs = packed.scales + 2 * (place * groups + group);
-            for (int j = 0; j < count; ++j, pairs += 2 * groups) scales[j] = from_half(pairs[0]), offsets[j] = from_half(pairs[1]);
-            float *sum = states + MAX_LANES + start - packed.first;
-            for (int q = 0; q < shared; ++q) {
-                Floats total{};
-                for (int j = 0; j < BLOCK; j += LANES) {
-                    const Floats weight = load<Floats>(buffers.near + q * BLOCK + j);
-                    store(buffers.far + q * BLOCK + j, weight * load<Floats>(scales + j));
-                    total += weight * load<Floats>(offsets + j);
-                }
-                const float of_offsets = sum_of(total);
-                for (int i = 0; i < end - start; ++i) sum[q * sizes.partial_width + i] += of_offsets;
-            }
-            add_all_values<F>(buffers.far, shared, packed.data + place * packed.row_bytes, packed.row_bytes, start, end, packed.held,
-                              count, mask.is_seen, sum, sizes.partial_width);
-        }
-    }
-
-    static void weigh_scales(const std::uint16_t *scales, int count, int shared, float *weights) {
-        float wide[BLOCK] = {};
-        for (int j = 0; j < count; ++j) wide[j] = from_half(scales[j]);
-        for (int q = 0; q < shared; ++q)
-            for (int j = 0; j < BLOCK; j += LANES)
-                store(weights + q * BLOCK + j, load<Floats>(weights + q * BLOCK + j) * load<Floats>(wide + j));
-    }
-
-    // The means of a head's values (null where all are 0).
-    const float *value_means(int head) const {
-        const PackedStates &packed = call.values;
-        return packed.means ? packed.means + std::size_t(head) * packed.held + packed.first : nullptr;
-    }
-
-    // Adds the values that are held at full precision, without the mean that `join` adds to all, and sets their
-    // weights to 0.
-    void add_full_precision(int row, int head, std::size_t place, int count, int shared,
-                            ThreadBuffers buffers, float *states) {
-        const std::size_t index = std::size_t(row) * call.kv_heads + head;
-        const float *means = value_means(head);
-        for (int j = 0; j < count; ++j) {
-            if (call.values.ring_entry(place + j) < 0) continue;
-            with_slot<F>(call.values, index, place + j, head, [&](auto value) {
-                for (int q = 0; q < shared; ++q) {
-                    float &weight = buffers.near[q * BLOCK + j],
-                          *sum = states + q * sizes.partial_width + MAX_LANES;
-                    for (int i = 0; i < value.channels; ++i)
-                        sum[i] += weight * (value.one(i) - (means ? means[i] : 0.0f));
-                    weight = 0;
-                }
-            });
-        }
-    }
-
     // The pieces of one head become its result. Its maximum and the inverse of its sum are kept for the masses.
     void join(int row, int head) {
         const int splits = pieces(call), channels = call.values.channels;
@@ -698,7 +550,7 @@ class Kernel {
                 for (std::size_t i = 0; i < sizes.value_width; i += LANES)
                     store(sum + i, (split ? load<Floats>(sum + i) : Floats{}) + share * load<Floats>(some + i));
             }
-            if (const float *means = value_means(head / call.group()))
+            if (const float *means = sums.means(head / call.group()))
                 for (int i = 0; i < channels; ++i) first[MAX_LANES + i] += means[i] * sum_exp;
             if (call.sink_logits) sum_exp += std::exp(call.sink_logits[head] - top);
             const float inverse = sum_exp > 0 ? 1.0f / sum_exp : 0.0f;

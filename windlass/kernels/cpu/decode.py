@@ -42,6 +42,7 @@ from windlass.kernels.cpu.tensors import (
     format_of,
     group_bits,
     linear_arguments,
+    norm_arguments,
     pin_arguments,
     state_arguments,
     steady_arguments,
@@ -271,7 +272,7 @@ class FewTokens:
             self.most_tokens = cpu.MANY_ROWS
         self.heads = [each.out_features // layer.head_dim for each in (layer.query, layer.key, layer.value)]
         linears = zip(layer.linears, scales, strict=True)
-        first, second, of_queries, of_keys = (_norm_arguments(each) for each in layer.norms)
+        first, second, of_queries, of_keys = (norm_arguments(each) for each in layer.norms)
         self.native = _native.DecoderLayer(
             FLOATS[dtype],
             (first, second, of_queries, of_keys),
@@ -565,11 +566,3 @@ def _fits(layer: DecoderLayer) -> bool:
 def _width(norm: Norm | None) -> int:
     """The number of a norm's weights. 0 for none."""
     return 0 if norm is None else norm.weights.numel()
-
-
-def _norm_arguments(norm: Norm | None) -> tuple[int, int, float, int]:
-    """`Norm` of `_native.pyi`."""
-    if norm is None:
-        return 0, 0, 0.0, 0
-    weights: Tensor = norm.weights
-    return weights.data_ptr(), weights.numel(), norm.epsilon, norm.rounding

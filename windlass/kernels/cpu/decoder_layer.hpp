@@ -89,9 +89,9 @@ inline void product(Linear layer, int tokens, const std::uint8_t *inputs, std::u
 
 // Parts of a layer by themselves, for passes whose products are PyTorch's.
 template <Format F>
-void norm_rows(const Norm &norm, const std::uint8_t *from, std::uint8_t *to, std::int64_t count, int threads) {
-#pragma omp parallel num_threads(threads)
-    norm_all<F>(norm, from, to, count);
+void norm_tokens(const Norm &norm, const std::uint8_t *from, std::uint8_t *to, std::int64_t tokens, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    norm_all<F>(norm, from, to, tokens);
 }
 template <Format F>
 void gate_rows(DecoderLayer::Activation activation, std::uint8_t *gate, const std::uint8_t *up, std::int64_t count, int threads) {

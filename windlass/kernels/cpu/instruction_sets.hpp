@@ -4,6 +4,7 @@
 
 #include "call.hpp"
 #include "expected.hpp"
+#include "leverage.hpp"
 #include "redundancy.hpp"
 #include "retain.hpp"
 
@@ -17,10 +18,11 @@ struct Kernels {
     void (*mean_key_cosine)(const MeanKeyCosine &call, float *scratch, int threads);
     void (*linear)(const Linear &call, float *scratch, int threads);
     void (*decode_weights)(const Linear &call, int first, int threads);
+    void (*decode_outputs)(const Linear &call, const std::int64_t *outputs);
+    void (*norm_tokens)(const Norm &norm, Format format, std::int64_t tokens, const std::uint8_t *from, std::uint8_t *to, int threads);
     void (*query_mass)(const QueryMass &call, int threads);
     void (*before_attention)(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads);
     void (*after_attention)(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);
-    void (*norm_rows)(Format format, const Norm &norm, const std::uint8_t *from, std::uint8_t *to, std::int64_t count, int threads);
     void (*gate_rows)(const DecoderLayer &layer, std::uint8_t *gate, const std::uint8_t *up, std::int64_t count, int threads);
     void (*retain)(const Retain &call, float *scratch);
     void (*best_pages)(const BestPages &call, float *scratch, int threads);
@@ -29,6 +31,7 @@ struct Kernels {
     void (*recall)(const RecallStep &call, const Recall &store, float *scratch, int threads);
     void (*redundancy)(const Redundancy &call, float *scratch, int threads);
     void (*expected)(const Expected &call, float *scratch, int threads);
+    void (*leverage)(const Leverage &call, float *scratch, int threads);
 };
 
 }  // namespace windlass
@@ -41,6 +44,8 @@ struct Kernels {
     void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);                          \
     void linear(const Linear &call, float *scratch, int threads);                                          \
     void decode_weights(const Linear &call, int first, int threads);                                       \
+    void decode_outputs(const Linear &call, const std::int64_t *outputs);                                  \
+    void norm_tokens(const Norm &norm, Format format, std::int64_t tokens, const std::uint8_t *from, std::uint8_t *to, int threads); \
     void query_mass(const QueryMass &call, int threads);                                                   \
     void retain(const Retain &call, float *scratch);                                                       \
     void best_pages(const BestPages &call, float *scratch, int threads);                                   \
@@ -49,13 +54,13 @@ struct Kernels {
     void recall(const RecallStep &call, const Recall &store, float *scratch, int threads);                 \
     void redundancy(const Redundancy &call, float *scratch, int threads);                                  \
     void expected(const Expected &call, float *scratch, int threads);                                      \
+    void leverage(const Leverage &call, float *scratch, int threads);                                      \
     void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads); \
     void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);   \
-    void norm_rows(Format format, const Norm &norm, const std::uint8_t *from, std::uint8_t *to, std::int64_t count, int threads); \
     void gate_rows(const DecoderLayer &layer, std::uint8_t *gate, const std::uint8_t *up, std::int64_t count, int threads);       \
     constexpr Kernels kernels{&attend, &rotate,     &encode,           &mean_key_cosine,                    \
-                              &linear, &decode_weights, &query_mass, &before_attention, &after_attention, &norm_rows, &gate_rows, &retain, \
-                              &best_pages, &read_tokens, &remember, &recall, &redundancy, &expected};       \
+                              &linear, &decode_weights, &decode_outputs, &norm_tokens, &query_mass, &before_attention, &after_attention, &gate_rows, &retain, \
+                              &best_pages, &read_tokens, &remember, &recall, &redundancy, &expected, &leverage};       \
     }
 WINDLASS_DECLARE(plain)
 #ifdef WINDLASS_X86

@@ -229,14 +229,24 @@ static void with_float_format(Format format, Use use) {
     use(std::integral_constant<Format, Format::float32>{});
 }
 
+// `call.result` is (call.tokens, call.in): the weights of these outputs.
+void decode_outputs(const Linear &call, const std::int64_t *outputs) {
+    const std::int64_t bytes = std::int64_t(call.in) * (call.float_format == Format::float32 ? 4 : 2);
+    for (int i = 0; i < call.tokens; ++i)
+        if (call.format == Format::int4)
+            decode_output<Format::int4>(call, outputs[i], call.result + i * bytes);
+        else
+            decode_output<Format::int8>(call, outputs[i], call.result + i * bytes);
+}
+
 void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads) {
     with_float_format(layer.float_format, [&](auto f) { before_attention<f.value>(layer, call, scratch, threads); });
 }
 void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads) {
     with_float_format(layer.float_format, [&](auto f) { after_attention<f.value>(layer, call, scratch, threads); });
 }
-void norm_rows(Format format, const Norm &norm, const std::uint8_t *from, std::uint8_t *to, std::int64_t count, int threads) {
-    with_float_format(format, [&](auto f) { norm_rows<f.value>(norm, from, to, count, threads); });
+void norm_tokens(const Norm &norm, Format format, std::int64_t tokens, const std::uint8_t *from, std::uint8_t *to, int threads) {
+    with_float_format(format, [&](auto f) { norm_tokens<f.value>(norm, from, to, tokens, threads); });
 }
 void gate_rows(const DecoderLayer &layer, std::uint8_t *gate, const std::uint8_t *up, std::int64_t count, int threads) {
     with_float_format(layer.float_format, [&](auto f) { gate_rows<f.value>(layer.activation, gate, up, count, threads); });

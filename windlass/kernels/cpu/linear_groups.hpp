@@ -393,3 +393,30 @@ inline void decode_block(const Linear &call, int block, std::uint8_t *to) {
             put_row(call.float_format, to + (std::int64_t(n) * call.in + i) * bytes, tile[n], inputs);
     }
 }
+
+// Decodes the codes of one output.
+template <Format CODES>
+inline void decode_output(const Linear &call, std::int64_t output, std::uint8_t *to) {
+    constexpr int GROUP = 32;  // inputs decoded at once
+    const int half = call.block / 2, place = int(output % call.block), lane = int(output % LANES);
+    const std::int64_t row_bytes = CODES == Format::int4 ? half : call.block;
+    const std::uint8_t *codes = call.weights + output / call.block * row_bytes * call.in + place % row_bytes;
+    const int bytes = call.float_format == Format::float32 ? 4 : 2;
+    float numbers[GROUP], scale = 0, zero = 0;
+    for (int i = 0; i < call.in; i += GROUP) {
+        const int inputs = std::min(GROUP, call.in - i);
+        for (int k = 0; k < inputs; ++k) {
+            if ((i + k) % call.group == 0) {
+                Floats scales, zeros;
+                pairs_of(call, (i + k) / call.group, int(output) - lane, scales, zeros);
+                scale = scales[lane], zero = zeros[lane];
+            }
+            const std::uint8_t code = codes[(i + k) * row_bytes];
+            if constexpr (CODES == Format::int4)
+                numbers[k] = float((place < half ? code & 15 : code >> 4) - call.middle) * scale + zero;
+            else
+                numbers[k] = float(std::int8_t(code)) * scale + zero;
+        }
+        put_row(call.float_format, to + std::int64_t(i) * bytes, numbers, inputs);
+    }
+}

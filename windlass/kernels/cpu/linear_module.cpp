@@ -67,11 +67,29 @@ void decode_weights(const LinearArguments &layer, int first, int count, int floa
     kernels_of(instruction_set).decode_weights(call, first, threads);
 }
 
+// Returns false, and writes nothing, for an output that is not there.
+bool decode_outputs(const LinearArguments &layer, Address outputs, int count, int float_format, Address result,
+                    const std::string &instruction_set) {
+    Linear call = linear_layer(layer, Format(float_format));
+    call.tokens = count, call.result = at<std::uint8_t>(result);
+    const auto *wanted = at<const std::int64_t>(outputs);
+    if (std::any_of(wanted, wanted + count, [&](std::int64_t output) { return output < 0 || output >= call.out; })) return false;
+    nb::gil_scoped_release released;
+    kernels_of(instruction_set).decode_outputs(call, wanted);
+    return true;
+}
+
 using NormArguments = std::tuple<Address, int, float, int>;
 
 Norm norm(const NormArguments &from) {
     const auto &[weights, width, epsilon, kind] = from;
     return {at<const std::uint8_t>(weights), width, epsilon, Norm::Kind(kind)};
+}
+
+void norm_tokens(const NormArguments &from, int tokens, int float_format, Address inputs, Address result,
+                 const std::string &instruction_set) {
+    kernels_of(instruction_set)
+        .norm_tokens(norm(from), Format(float_format), tokens, at<const std::uint8_t>(inputs), at<std::uint8_t>(result), 1);
 }
 
 // A decoder layer and the kernels that serve it.
@@ -104,10 +122,10 @@ void after(const BoundLayer &bound, int tokens, Address hidden, Address attended
 }
 
 // Norm number `which` of a layer, of so many rows.
-void norm_rows(const BoundLayer &bound, int which, std::int64_t count, Address from, Address to, int threads) {
+void norm_states(const BoundLayer &bound, int which, std::int64_t count, Address from, Address to, int threads) {
     const Norm *norms[] = {&bound.layer.first, &bound.layer.second, &bound.layer.of_queries, &bound.layer.of_keys};
     nb::gil_scoped_release released;
-    bound.kernels.norm_rows(bound.layer.float_format, *norms[which], at<const std::uint8_t>(from), at<std::uint8_t>(to), count, threads);
+    bound.kernels.norm_tokens(*norms[which], bound.layer.float_format, count, at<const std::uint8_t>(from), at<std::uint8_t>(to), threads);
 }
 void gate_rows(const BoundLayer &bound, std::int64_t count, Address gate, Address up, int threads) {
     nb::gil_scoped_release released;
@@ -356,6 +374,10 @@ void windlass::bind_linear(nb::module_ &module) {
                "instruction_set"_a, "threads"_a);
     module.def("decode_weights", &decode_weights, "layer"_a, "first"_a, "count"_a, "float_format"_a, "result"_a,
                "instruction_set"_a, "threads"_a);
+    module.def("decode_outputs", &decode_outputs, "layer"_a, "outputs"_a, "count"_a, "float_format"_a, "result"_a,
+               "instruction_set"_a);
+    module.def("norm_tokens", &norm_tokens, "norm"_a, "tokens"_a, "float_format"_a, "inputs"_a, "result"_a,
+               "instruction_set"_a);
     using Norms = std::tuple<NormArguments, NormArguments, NormArguments, NormArguments>;
     using Linears = std::tuple<LinearArguments, LinearArguments, LinearArguments, LinearArguments, LinearArguments,
                                LinearArguments, LinearArguments>;
@@ -374,7 +396,7 @@ void windlass::bind_linear(nb::module_ &module) {
              })
         .def("before", &before)
         .def("after", &after)
-        .def("norm", &norm_rows)
+        .def("norm", &norm_states)
         .def("gate", &gate_rows);
     nb::class_<DecoderSteps>(module, "DecoderSteps")
         .def("__init__",

@@ -138,6 +138,24 @@ void expected(std::tuple<int, int, int, int, int, int> sizes, Address keys, Addr
     kernels_of(instruction_set).expected(call, scratch, threads);
 }
 
+void leverage(std::tuple<int, int, int, int> sizes, int format, Address keys, Address is_counted, Address projection,
+              double ridge, Address out, const std::string &instruction_set, int threads) {
+    const auto [heads, slots, channels, width] = sizes;
+    const Leverage call{heads,
+                        slots,
+                        channels,
+                        width,
+                        Format(format),
+                        at<const std::uint8_t>(keys),
+                        at<const bool>(is_counted),
+                        at<const double>(projection),
+                        ridge,
+                        at<double>(out)};
+    float *scratch = scratch_of(threads * call.scratch());
+    nb::gil_scoped_release released;
+    kernels_of(instruction_set).leverage(call, scratch, threads);
+}
+
 using DigestArguments = std::tuple<Address, Address, Address, Address, int>;
 
 BestPages::Digests digests_of(const DigestArguments &from) {
@@ -378,6 +396,8 @@ NB_MODULE(_native, module) {
                "instruction_set"_a, "threads"_a);
     module.def("expected", &expected, "sizes"_a, "keys"_a, "means"_a, "covariances"_a, "turn"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
+    module.def("leverage", &leverage, "sizes"_a, "format"_a, "keys"_a, "is_counted"_a, "projection"_a, "ridge"_a,
+               "out"_a, "instruction_set"_a, "threads"_a);
     module.def("redundancy", &redundancy, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "order"_a, "threshold"_a,
                "out"_a, "instruction_set"_a, "threads"_a);
     module.def("best_pages", &best_pages, "sizes"_a, "format"_a, "queries"_a, "pieces"_a, "digests"_a,

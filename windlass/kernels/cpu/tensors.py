@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from windlass.core.inputs import Format, GroupCodes, LinearLayer, PackedStates, Visibility
+from windlass.core.inputs import Format, GroupCodes, LinearLayer, Norm, PackedStates, Visibility
 from windlass.core.positions import RotaryBranch
 from windlass.core.types import PinnedRanges, RotaryTable
 
@@ -98,6 +98,14 @@ def linear_arguments(
         format, scaled = LOW_BIT[Format.INT8], FLOATS[scales.dtype]
     sizes = layer.in_features, layer.out_features
     return *sizes, format, weights.data_ptr(), address(scales), scaled, groups, address(layer.bias)
+
+
+def norm_arguments(norm: Norm | None) -> tuple[int, int, float, int]:
+    """`Norm` of `_native.pyi`."""
+    if norm is None:
+        return 0, 0, 0.0, 0
+    weights: Tensor = norm.weights
+    return weights.data_ptr(), weights.numel(), norm.epsilon, norm.rounding
 
 
 Look = Callable[[int, int, int, int], bool]  # the compiled module's `is_steady`
