@@ -115,6 +115,10 @@ class RowState:
     pins: tuple[tuple[int, int], ...] = ()
     checkpoints: tuple[StateCheckpoint, ...] = ()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> RowState:
+        """A row with a list of ids of its own. Nothing else of it changes."""
+        return replace(self, ids=self.tokens)
+
     @property
     def tokens(self) -> list[int] | None:
         """The ids of the tokens fed. None: they are not known."""
