@@ -124,7 +124,7 @@ def superfluous(row: PrefixText, others: Iterable[Row]) -> list[Row]:
     if row.holds_all:
         return []
     sizes, found = len(row.tokens), list[Row]()
-    begins = [each for each in others if not each.holds_all and not each.has_logits and len(each.tokens) < sizes]
+    begins = [each for each in others if not each.holds_all and len(each.tokens) < sizes]
     begins = sorted((each for each in begins if each.begins(row)), key=_size)
     while len(begins) > MOST:
         ends = [0, *map(_size, begins), sizes]

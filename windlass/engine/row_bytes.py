@@ -1,8 +1,7 @@
-"""The bytes of a request, told before it takes them, and returned to the system after it."""
+"""The bytes of a request, told before it takes them."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
@@ -155,20 +154,3 @@ class Sizes:
             self._caches, self._at = tuple((cache, cache.batch_size) for cache in caches), monotonic()
             self._bytes = [cache.bytes_held + cache.recall_bytes for cache in caches]
         return self._bytes
-
-
-TRIM_EVERY: Final = 5.0  # seconds
-
-
-class FreedMemory:
-    """Memory that was freed, and that the C library keeps between the blocks in use. Only glibc can return it."""
-
-    def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        self._at = -TRIM_EVERY
-
-    def give_back(self) -> None:
-        """Return it to the system, unless that was done within the last seconds."""
-        if self._trim is not None and monotonic() - self._at >= TRIM_EVERY:
-            self._trim(0)
-            self._at = monotonic()

@@ -37,7 +37,7 @@ from windlass.engine.disk import DiskTier
 from windlass.engine.prefix_cache import PrefixCache, Snapshots
 from windlass.engine.prefix_entry import EntryInfo, EntrySelector
 from windlass.engine.request import EngineDeadError, EngineLimits, EngineStatus, Failure, Request, Ticket
-from windlass.engine.row_bytes import FreedMemory, RowBytes, Sizes, most_held, replace_batch
+from windlass.engine.row_bytes import RowBytes, Sizes, most_held, replace_batch
 from windlass.engine.sequence import ActiveRequest, Lane, is_alike
 from windlass.engine.speculate import OFF, Speculate, drafter_of, is_drafted
 from windlass.hf.kv_cache import KVCache
@@ -318,7 +318,7 @@ class Scheduler(Service):
         self._guard, self._number = ErrorCounter(self._totals, self._lockstep is not None), 0
         self._stops_at: float | None = None
         self._is_dead = False
-        self._sizes, self._limit, self._freed = Sizes(), self.bytes_limit, FreedMemory()
+        self._sizes, self._limit = Sizes(), self.bytes_limit
         self._status = self._told()
         self._threads = torch.get_num_threads()  # each thread has a number of its own
         self._thread = Thread(target=self.run, name="windlass-engine", daemon=True)
@@ -418,8 +418,6 @@ class Scheduler(Service):
         lockstep = self._lockstep
         if lockstep is not None and not lockstep.leads:
             return lockstep.take(self._waiting.tickets)
-        if not self._has_work:
-            self._freed.give_back()
         with self._changed:
             beat = None if lockstep is None else BEAT
             self._changed.wait_for(lambda: self._has_work or self._stops_at is not None, beat)
