@@ -33,6 +33,7 @@ from windlass.cache.options import CacheOptions
 from windlass.core.step import PROMPT
 from windlass.engine.prefill import feed, feed_tokens
 from windlass.engine.templates import head_tokens, rendered, renderer
+from windlass.engine.text import PromptEncoder
 from windlass.evals import texts
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load
@@ -269,7 +270,7 @@ def reading(plan: Plan) -> None:
     net, tokenizer = load(plan.model, "auto")
     rows = [json.loads(line) for line in plan.out.read_text().splitlines()]
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
-    cache = KVCache.from_options(net, plan.options)
+    cache, encoder = KVCache.from_options(net, plan.options), PromptEncoder(tokenizer)
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     done = 0
     target = plan.out.with_suffix(".reading")
@@ -281,10 +282,10 @@ def reading(plan: Plan) -> None:
         if not done:
             cache.set_sinks(head_tokens(tokenizer, renderer(tokenizer, form), messages, text))
         if wanted.expected is not None:
-            ids, logits = tokenizer(text)["input_ids"], None
+            ids, logits = encoder.tokenized(text).ids, None
             while done < len(ids):
                 stop = min(done + cache.chunk, len(ids))
-                logits = feed(net, cache, [ids[done:stop]], [stop - done - 1], PROMPT)[0, -1]
+                logits = feed(net, cache, [list(ids[done:stop])], [stop - done - 1], PROMPT)[0, -1]
                 cache.forget_steps()
                 done = stop
             assert logits is not None

@@ -116,8 +116,7 @@ class RowState:
     checkpoints: tuple[StateCheckpoint, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowState:
-        """A row with a list of ids of its own. Nothing else of it changes."""
-        return replace(self, ids=self.tokens)
+        return self.copied()
 
     @property
     def tokens(self) -> list[int] | None:
