@@ -257,11 +257,11 @@ class Snapshots:
 
     def _add(self, kept: CacheEntry, place: int | None = None) -> None:
         """Keep a cache in memory if there is room, and then write it to disk too. A file holds no logits."""
-        for each in superfluous(kept, self.kept.of(kept.key)):
-            self._take(each)
         disk = None if kept.has_logits else self._disk
         if disk is not None:
             kept = replace(kept, number=disk.id_of(kept))
+        for each in superfluous(kept, self.kept.of(kept.key)):
+            self._take(each)
         if self.kept.add(kept, place) and disk is not None:
             disk.put(kept)
 
