@@ -217,7 +217,12 @@ def test_a_deep_copy_is_a_cache_of_its_own(attached_model: Models, text: Text) -
     twin = copy.deepcopy(cache)
     ours = read(model, twin, ids[:, 40:], 1)
     assert cache.next_positions == [40]
+    assert cache.tokens == ids[:, :40].tolist()
+    other = copy.deepcopy(cache)
+    read(model, other, ids[:, :7], 1)
     assert ours.equal(read(model, cache, ids[:, 40:], 1))
+    assert twin.tokens == cache.tokens == ids.tolist()
+    assert other.tokens == [[*ids[0, :40].tolist(), *ids[0, :7].tolist()]]
 
 
 def test_a_second_thread_is_refused_while_a_pass_runs(attached_model: Models, text: Text) -> None:

@@ -37,6 +37,16 @@ def test_threads_spin_for_a_while_unless_the_user_decides(
     assert os.environ.get("GOMP_SPINCOUNT") == rounds
 
 
+def test_few_compiled_products_are_kept_unless_the_user_decides(
+    run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "9")
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "")  # is put back as it was after the test
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    assert run("--version").code == 0
+    assert [os.environ[name] for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")] == ["9", "64"]
+
+
 @pytest.mark.parametrize("option", ["--version", "-V"])
 def test_the_version(run: Callable[..., Ran], option: str):
     assert run(option) == Ran(0, f"windlass {windlass.__version__}\n", "")

@@ -193,6 +193,15 @@ def _taken(engine: Scheduler, ids: list[int]) -> tuple[list[int], Finish]:
     return [event.token for event in events if isinstance(event, Piece)], events[-1]
 
 
+class WholePrompt(PrefixText):
+    """The row of a prompt, at whose end an answer began."""
+
+    @property
+    def has_logits(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [PrefixText, WholePrompt])
 @pytest.mark.parametrize(
     ("sizes", "gone"),
     [
@@ -203,9 +212,11 @@ def _taken(engine: Scheduler, ids: list[int]) -> tuple[list[int], Finish]:
         ((5, 9, 30, 40, 50, 60, 61, 62, 70, 88, 90), [61, 5, 60]),
     ],
 )
-def test_of_many_beginnings_of_a_text_those_far_apart_stay(sizes: tuple[int, ...], gone: list[int]) -> None:
+def test_of_many_beginnings_of_a_text_those_far_apart_stay(
+    sizes: tuple[int, ...], gone: list[int], kind: type[PrefixText]
+) -> None:
     tokens = tuple(range(100))
-    rows = [PrefixText(tokens=tokens[:size]) for size in sizes]
+    rows = [kind(tokens=tokens[:size]) for size in sizes]
     others = [PrefixText(tokens=(7, *tokens[:9])), PrefixText(tokens=tokens[:11], holds_all=True)]
     assert [len(each.tokens) for each in superfluous(PrefixText(tokens=tokens), [*others, *rows])] == gone
     assert superfluous(PrefixText(tokens=tokens, holds_all=True), rows) == []

@@ -1,10 +1,10 @@
 """A session that never ends: tool loops with facts that are asked for later, and a server that is killed on the way.
 
-    python -m tests.helpers.endless run MODEL TEXT... --out FILE [--turns 1000] [--kills 10] [--seed 0]
-    python -m tests.helpers.endless read MODEL TEXT... --out FILE     # the same text in one reading
-    python -m tests.helpers.endless summary MODEL FILE...            # a table, and differences between files
+    python -m tests.helpers.endless run MODEL TEXT... --out FILE [--turns 1000] [--kills 10] [--budget 1024] ...
+    python -m tests.helpers.endless read MODEL TEXT... --out FILE ... # the same text in one reading
+    python -m tests.helpers.endless summary MODEL FILE...             # a table, and differences between files
 
-MODEL is a folder or GGUF file with a chat template, TEXT are files of prose. `FILE` has a line for each turn, and
+MODEL is a folder or a GGUF file, TEXT are files of prose. `FILE` has a line for each turn, and
 `run` goes on behind its last one. The server's folder lies beside it.
 """
 
@@ -12,6 +12,7 @@ import argparse
 import copy
 import json
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -26,29 +27,49 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from transformers import AutoTokenizer
 
 from windlass.cache.options import CacheOptions
 from windlass.core.step import PROMPT
 from windlass.engine.prefill import feed, feed_tokens
 from windlass.engine.templates import head_tokens, rendered, renderer
+from windlass.engine.text import PromptEncoder
+from windlass.evals import texts
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load
 
-BUDGET, RECALL, ANSWER, PER_BLOCK = 1024, 512, 40, 50
+PER_BLOCK: Final = 50
 NAME: Final = "endless"
 SYSTEM: Final = "You help to read books. You call tools, and remember every magic number that the user names."
-FIRST: Final = ("amber", "brisk", "coral", "dusty", "eager", "faint", "green", "humid", "ivory", "jolly")
-SECOND: Final = (
-    *("anchor", "basket", "candle", "dragon", "engine", "feather", "garden", "hammer", "island", "jacket", "kettle"),
-    *("ladder", "magnet", "needle", "orchard", "parrot", "quarry", "ribbon", "saddle", "teapot", "umbrella", "violin"),
-    *("walnut", "yogurt", "zipper", "bridge", "castle", "donkey", "falcon", "goblet", "helmet", "insect", "jungle"),
-    *("kitten", "lemon", "mirror", "napkin", "oyster", "pencil", "rabbit", "scarf", "tunnel", "urchin", "velvet"),
-    *("wagon", "acorn", "bonnet", "cactus", "daisy", "emerald", "fiddle", "gravel", "harbor", "jewel", "kernel"),
-    *("lantern", "marble", "nutmeg", "olive", "pepper", "quilt", "rocket", "sandal", "turnip", "valley", "whistle"),
-    *("anvil", "beetle", "carrot", "desert", "easel", "forest", "guitar", "hollow", "icicle", "jasmine", "kayak"),
-)
-KEYS: Final = [f"{one}-{other}" for one in FIRST for other in SECOND]
-OPTIONS: Final = CacheOptions(budget=BUDGET, recall=RECALL, sinks="system", rollback=0)
+KEYS: Final = [f"{one}-{other}" for one in texts.ADJECTIVES for other in texts.NOUNS]
+TEMPLATE: Final = """
+{{- bos_token -}}
+{%- for message in messages -%}
+    {{- message.content -}}
+    {%- for call in message.tool_calls or [] -%}{{- " Page " ~ call.function.arguments -}}{%- endfor -%}
+    {%- if message.role == "assistant" and message.content -%}{{- eos_token -}}{%- endif -%}
+{%- endfor -%}
+"""  # for a model without one, which goes on with a text: an answer stands directly behind its question
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The session: its texts, and the cache and the answers it is held with."""
+
+    model: str
+    words: Sequence[str]
+    out: Path
+    turns: int
+    kills: int
+    seed: int
+    budget: int
+    recall: int
+    answer: int
+
+    @property
+    def options(self) -> CacheOptions:
+        """Options of the server's row."""
+        return CacheOptions(budget=self.budget, recall=self.recall, sinks="system", rollback=0)
 
 
 @dataclass(frozen=True)
@@ -62,9 +83,8 @@ class Turn:
 
 def fact(number: int, seed: int) -> tuple[str, str]:
     """The key and the number that turn `number` tells."""
-    draw = random.Random(f"{seed} fact {number}")
     order = random.Random(seed).sample(KEYS, len(KEYS))
-    return f"{order[number % len(KEYS)]}{number // len(KEYS) or ''}", str(draw.randrange(1000, 10000))
+    return order[number], texts.number(random.Random(f"{seed} fact {number}"))
 
 
 def turn_of(number: int, words: Sequence[str], seed: int) -> Turn:
@@ -73,26 +93,38 @@ def turn_of(number: int, words: Sequence[str], seed: int) -> Turn:
     if number % 4 == 3:
         asked = draw.choice([each for each in range(number) if each % 4 != 3])
         key, value = fact(asked, seed)
-        question = f"What is the special magic number for {key} mentioned above?"
+        question = (
+            f" What is the special magic number for {key} mentioned above? The special magic number for {key} is:"
+        )
         return Turn([{"role": "user", "content": question}], value, number - asked)
     key, value = fact(number, seed)
-    told = f"One of the special magic numbers for {key} is: {value}. Read the next page to me."
+    told = f" One of the special magic numbers for {key} is: {value}. Read the next page to me."
     call = {"name": "read_page", "arguments": json.dumps({"page": number})}
     at, size = draw.randrange(len(words) - 1000), draw.randrange(250, 490)
     return Turn(
         [
             {"role": "user", "content": told},
             {"role": "assistant", "content": "", "tool_calls": [{"id": "c1", "type": "function", "function": call}]},
-            {"role": "tool", "tool_call_id": "c1", "content": " ".join(words[at : at + size])},
+            {"role": "tool", "tool_call_id": "c1", "content": " " + " ".join(words[at : at + size])},
         ]
     )
+
+
+def with_template(model: str, out: Path) -> str:
+    """The model's folder, or a copy beside `out` with a chat template, if it has none."""
+    folder = Path(model)
+    if not folder.is_dir() or getattr(AutoTokenizer.from_pretrained(folder), "chat_template", None):
+        return model
+    twin = shutil.copytree(folder, out.with_suffix(".model"), dirs_exist_ok=True)
+    (twin / "chat_template.jinja").write_text(TEMPLATE.strip())
+    return str(twin)
 
 
 class Server:
     """A server of one row in a process of its own."""
 
-    def __init__(self, model: str, folder: Path) -> None:
-        self._model, self._folder = model, folder
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._folder = plan, plan.out.with_suffix(".folder")
         self.port = 0
         self.process: subprocess.Popen[str] | None = None
 
@@ -100,8 +132,9 @@ class Server:
         """Start it. Returns the seconds until it answers."""
         self._folder.mkdir(parents=True, exist_ok=True)
         start = time.monotonic()
-        options = f"--budget {BUDGET} --recall {RECALL} --rows 1 --reuse 16GiB --disk 16GiB --recall-bytes 32GiB"
-        command = [sys.executable, "-m", "windlass", "serve", self._model, *options.split(), "--port", "0"]
+        plan, room = self._plan, "--rows 1 --reuse 16GiB --disk 16GiB --recall-bytes 32GiB"
+        options = f"--budget {plan.budget} --recall {plan.recall} {room}"
+        command = [sys.executable, "-m", "windlass", "serve", plan.model, *options.split(), "--port", "0"]
         command += ["--reuse-folder", str(self._folder), "--threads", "1"]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert self.process.stdout is not None
@@ -135,16 +168,15 @@ class Server:
 
     def turn(self, messages: Sequence[dict[str, Any]]) -> Any:
         """A turn of the session."""
-        asked = {"session": NAME, "messages": messages, "max_tokens": ANSWER, "temperature": 0}
+        asked = {"session": NAME, "messages": messages, "max_tokens": self._plan.answer, "temperature": 0}
         return self.ask("/v1/chat/completions", asked)
 
     def wait_for_file(self, tokens: int) -> None:
         """Wait until a row of so many tokens is on disk, as a client does whose tools take their time."""
-        end = time.monotonic() + 60
-        while time.monotonic() < end:
+        for _ in range(6000):  # no clock, which goes on while the processes are stopped
             if any(int(path.name.split("-")[2]) >= tokens for path in self._folder.glob("*.safetensors")):
                 return
-            time.sleep(0.05)
+            time.sleep(0.02)
         raise RuntimeError(f"no row of {tokens} tokens was written")
 
     @property
@@ -161,11 +193,12 @@ class Server:
         return (int(fields[11]) + int(fields[12])) / 100
 
     @property
-    def memory(self) -> int:
-        """Bytes of its memory."""
+    def memory(self) -> dict[str, int]:
+        """Resident bytes: all, and those that no file has."""
         assert self.process is not None
         lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
+        found = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+        return {"memory": int(found["VmRSS"][0]) << 10, "anonymous": int(found["RssAnon"][0]) << 10}
 
     @property
     def disk(self) -> tuple[int, int]:
@@ -174,11 +207,12 @@ class Server:
         return sum(size for path, size in sizes.items() if path.suffix == ".jsonl"), sum(sizes.values())
 
 
-def run(model: str, words: Sequence[str], out: Path, turns: int, kills: int, seed: int) -> None:
-    """Take the turns behind the last line of `out`."""
+def run(plan: Plan) -> None:
+    """Take the turns behind the last line of the plan's file."""
+    words, out, turns, seed = plan.words, plan.out, plan.turns, plan.seed
     done = len(out.read_text().splitlines()) if out.exists() else 0
-    places = random.Random(f"{seed} kills").sample(range(1, turns), kills)
-    server = Server(model, out.with_suffix(".folder"))
+    places = random.Random(f"{seed} kills").sample(range(1, turns), plan.kills)
+    server = Server(plan)
     server.start()
     try:
         held = sum(len(turn_of(each, words, seed).messages) + 1 for each in range(done)) + 1
@@ -201,7 +235,7 @@ def run(model: str, words: Sequence[str], out: Path, turns: int, kills: int, see
             held = held + len(messages) + 1 if number else len(messages) + 1
             log, disk = server.disk
             told |= {"answer": text, "seconds": round(taken, 3), "cpu": round(server.cpu - cpu, 3)}
-            told |= {"memory": server.memory, "log": log, "disk": disk}
+            told |= {**server.memory, "log": log, "disk": disk}
             if usage:
                 told |= {"prompt": usage["prompt_tokens"], "bytes": usage["windlass"]["bytes"]}
                 told |= {"cached": usage["prompt_tokens_details"]["cached_tokens"], "kept": usage["windlass"]["kept"]}
@@ -231,32 +265,32 @@ def killed(server: Server, messages: Sequence[dict[str, Any]], seconds: float) -
 
 
 @torch.no_grad()
-def reading(model: str, words: Sequence[str], out: Path, seed: int) -> None:
+def reading(plan: Plan) -> None:
     """Answer the same questions at the same places, with a cache that reads the text of the session once."""
-    net, tokenizer = load(model, "auto")
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    net, tokenizer = load(plan.model, "auto")
+    rows = [json.loads(line) for line in plan.out.read_text().splitlines()]
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
-    cache = KVCache.from_options(net, OPTIONS)
+    cache, encoder = KVCache.from_options(net, plan.options), PromptEncoder(tokenizer)
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     done = 0
-    target = out.with_suffix(".reading")
+    target = plan.out.with_suffix(".reading")
     target.unlink(missing_ok=True)
     for row in rows:
-        wanted = turn_of(row["turn"], words, seed)
+        wanted = turn_of(row["turn"], plan.words, plan.seed)
         messages += wanted.messages
         text, form = rendered(tokenizer, [dict(each) for each in messages])
         if not done:
             cache.set_sinks(head_tokens(tokenizer, renderer(tokenizer, form), messages, text))
         if wanted.expected is not None:
-            ids, logits = tokenizer(text)["input_ids"], None
+            ids, logits = encoder.tokenized(text).ids, None
             while done < len(ids):
                 stop = min(done + cache.chunk, len(ids))
-                logits = feed(net, cache, [ids[done:stop]], [stop - done - 1], PROMPT)[0, -1]
+                logits = feed(net, cache, [list(ids[done:stop])], [stop - done - 1], PROMPT)[0, -1]
                 cache.forget_steps()
                 done = stop
             assert logits is not None
             beside, answer = copy.deepcopy(cache), list[int]()
-            while len(answer) < ANSWER and (token := int(logits.argmax())) not in ends:
+            while len(answer) < plan.answer and (token := int(logits.argmax())) not in ends:
                 answer.append(token)
                 logits = feed_tokens(net, beside, {0: token})[0]
                 beside.forget_steps()
@@ -265,6 +299,14 @@ def reading(model: str, words: Sequence[str], out: Path, seed: int) -> None:
             with target.open("a") as file:
                 file.write(json.dumps(told) + "\n")
         messages.append({"role": "assistant", "content": row["answer"]})
+
+
+def readings(file: Path, first: int) -> dict[str, int]:
+    """Facts that one reading has found in the questions of a block."""
+    path = file.with_suffix(".reading")
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    asked = [each["found"] for each in rows if first <= each["turn"] < first + PER_BLOCK]
+    return {"found in one reading": sum(asked)} if asked else {}
 
 
 def summary(files: Sequence[Path]) -> None:
@@ -277,11 +319,12 @@ def summary(files: Sequence[Path]) -> None:
             asked = [each["found"] for each in block if "found" in each]
             told |= {"found": sum(asked), "asked": len(asked)}
             read = [each for each in block if "prompt" in each and "killed" not in each]
+            told |= readings(file, first)
             for name in ("seconds", "cpu") if read else ():
                 told[name] = round(statistics.median(each[name] for each in read), 3)
             if read:
                 told["read"] = round(statistics.mean(each["prompt"] - each["cached"] for each in read))
-                told |= {name: read[-1][name] for name in ("prompt", "bytes", "memory", "log", "disk")}
+                told |= {name: read[-1][name] for name in ("prompt", "bytes", "memory", "anonymous", "log", "disk")}
             print(json.dumps(told))
         own, first_rows = {each["turn"]: each["answer"] for each in rows}, next(iter(found.values()))
         others = [each["turn"] for each in first_rows if own.get(each["turn"], each["answer"]) != each["answer"]]
@@ -299,15 +342,25 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--recall", type=int, default=512)
+    parser.add_argument("--answer", type=int, default=24, help="most tokens of an answer")
     given = parser.parse_args()
     if given.what == "summary":
         summary(given.texts)
         return
-    words = [word for file in given.texts for word in file.read_text().split()]
-    if given.what == "read":
-        reading(given.model, words, given.out, given.seed)
-    else:
-        run(given.model, words, given.out, given.turns, given.kills, given.seed)
+    plan = Plan(
+        model=with_template(given.model, given.out),
+        words=[word for file in given.texts for word in file.read_text().split()],
+        out=given.out,
+        turns=given.turns,
+        kills=given.kills,
+        seed=given.seed,
+        budget=given.budget,
+        recall=given.recall,
+        answer=given.answer,
+    )
+    (reading if given.what == "read" else run)(plan)
 
 
 if __name__ == "__main__":

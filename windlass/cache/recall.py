@@ -41,7 +41,7 @@ from windlass.kernels.reference import digest_of
 from windlass.stores.base import Parts, Store
 
 PIECE: Final = 1024  # tokens of the first segment
-LARGEST: Final = 16  # such pieces of a segment on the host, whose kernels take any number of segments
+LARGEST: Final = 4  # such pieces of a segment on the host: each copy of a row has the newest one of its own
 
 
 RECALL: Final = "recall."  # prefix of the names of a recall store's tensors

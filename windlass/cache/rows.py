@@ -115,6 +115,9 @@ class RowState:
     pins: tuple[tuple[int, int], ...] = ()
     checkpoints: tuple[StateCheckpoint, ...] = ()
 
+    def __deepcopy__(self, memo: dict[int, object]) -> RowState:
+        return self.copied()
+
     @property
     def tokens(self) -> list[int] | None:
         """The ids of the tokens fed. None: they are not known."""

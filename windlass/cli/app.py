@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 from rich.console import Console
@@ -132,6 +132,11 @@ app = typer.Typer(
 )
 
 
+# oneDNN keeps a compiled product for each number of rows that it has seen, and texts have any number.
+CAPACITIES: Final = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+MOST_PRODUCTS: Final = "64"
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (by default that of the process). Returns the exit code.
 
@@ -145,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # its cores after that.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    for name in CAPACITIES:
+        os.environ.setdefault(name, MOST_PRODUCTS)
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name="windlass", standalone_mode=False)
         sys.stdout.flush()

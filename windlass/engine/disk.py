@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import hmac
 import json
 import logging
 import os
 import re
 import secrets
+from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from threading import Condition, Lock, Thread
@@ -25,6 +26,7 @@ from windlass.core.errors import PromptCacheError, UsageError, WindlassError
 from windlass.core.files import check_folder, replacing
 from windlass.engine.prefix_entry import CacheEntry, CacheKey, EntryInfo, EntrySelector, PrefixText, superfluous
 from windlass.engine.request import Request, owner_of
+from windlass.engine.text import unpacked
 from windlass.hf import prompt_cache
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.weights import fingerprint
@@ -130,7 +132,7 @@ class DiskTier:
 
     def id_of(self, kept: CacheEntry) -> str:
         """The id of a cache of these tokens, which were read in these passes."""
-        return self._digest("cache", self._key(kept.key), kept.tokens, kept.passes)[:32]
+        return self._digest("cache", self._key(kept.key), sha256(kept.packed).hexdigest(), kept.passes)[:32]
 
     def is_pending(self, kept: CacheEntry) -> bool:
         """Return True if a cache is still to be written."""
@@ -308,7 +310,8 @@ class DiskTier:
                 path.unlink(missing_ok=True)
 
     def _write_record(self, file: FileEntry) -> None:
-        told = json.dumps({name: getattr(file, name) for name in RECORDED}, separators=(",", ":"))
+        fields = {name: getattr(file, name) for name in RECORDED} | {"tokens": b64encode(file.packed).decode()}
+        told = json.dumps(fields, separators=(",", ":"))
         path = _record_of(self._folder / file.name)
         with replacing(path) as temporary:
             temporary.write_text(f"{self._digest(file.name, told)}\n{told}")
@@ -365,11 +368,12 @@ class DiskTier:
             if not hmac.compare_digest(digest, self._digest(path.name, told)):
                 return None
             fields: dict[str, Any] = json.loads(told)
+            tokens = unpacked(b64decode(fields["tokens"]))
             size = path.stat().st_size + record.stat().st_size
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):  # a list of tokens was written by an earlier version
             return None
         return FileEntry(
-            tokens=tuple(fields["tokens"]),
+            tokens=tokens,
             passes=tuple(fields["passes"]),
             holds_all=fields["holds_all"],
             sound=fields["sound"],
@@ -407,7 +411,7 @@ class DiskTier:
         return EntryInfo(file.id, "prefix", self._names.get(file.id), len(file.tokens), file.bytes, "disk")
 
     def _digest(self, *told: Any) -> str:
-        return hmac.new(self._salt, json.dumps(told).encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self._salt, json.dumps(told).encode(), sha256).hexdigest()
 
     def _hash(self, *told: str) -> str:
         return self._digest(*told)[:16]
@@ -418,7 +422,6 @@ class DiskTier:
 
 RECORD: Final = ".json"
 RECORDED: Final = (
-    "tokens",
     "passes",
     "holds_all",
     "sound",

@@ -14,7 +14,7 @@ from windlass.engine.disk import DiskTier
 from windlass.engine.prefix_entry import CacheEntry, CacheKey, EditedRow, EntryInfo, EntrySelector, superfluous
 from windlass.engine.recompute import LEAST, Alignment, EditPlan, Sinks
 from windlass.engine.request import Request
-from windlass.engine.text import shared
+from windlass.engine.text import TOKEN_BYTES, shared
 from windlass.hf.kv_cache import KVCache
 
 SPARE: Final = 8  # a row is packed when it is kept, where only this part of its slots holds tokens
@@ -215,8 +215,8 @@ class Snapshots:
         where a copy holds the whole text, only the end of the last message counts."""
         if self.kept.limit == 0 or not request.reuse.store:
             return frozenset()
-        prompt, passes, known = request.prompt, request.pass_ends, self._of(request)
-        common = max((shared(each.tokens, prompt) for each in known), default=0)
+        passes, known = request.pass_ends, self._of(request)
+        common = max((shared(each.packed, request.packed) // TOKEN_BYTES for each in known), default=0)
         ends = {
             *request.ends[-1 if request.options.recall else -ENDS :],
             *passes[-2:][:1],
@@ -257,11 +257,11 @@ class Snapshots:
 
     def _add(self, kept: CacheEntry, place: int | None = None) -> None:
         """Keep a cache in memory if there is room, and then write it to disk too. A file holds no logits."""
-        for each in superfluous(kept, self.kept.of(kept.key)):
-            self._take(each)
         disk = None if kept.has_logits else self._disk
         if disk is not None:
             kept = replace(kept, number=disk.id_of(kept))
+        for each in superfluous(kept, self.kept.of(kept.key)):
+            self._take(each)
         if self.kept.add(kept, place) and disk is not None:
             disk.put(kept)
 

@@ -6,6 +6,7 @@ import copy
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final, Literal, TypeVar
 
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from windlass.cache.options import CacheOptions
 from windlass.core.parse import SYSTEM
 from windlass.engine.request import Request, owner_of
-from windlass.engine.text import shared
+from windlass.engine.text import TOKEN_BYTES, packed, shared
 from windlass.hf.kv_cache import KVCache
 
 Kind = Literal["prefix", "part"]
@@ -46,7 +47,6 @@ class CacheKey:
         return are_sinks and replace(self, labels=self.labels[:-1]) == replace(other, labels=other.labels[:-1])
 
 
-NEAR: Final = 16  # tokens
 SLOT_BYTES: Final = 1 << 16  # of a copy, beside its tokens
 
 
@@ -78,18 +78,21 @@ class PrefixText:
         """The number of first tokens that were read behind the very tokens before them."""
         return len(self.tokens) if self.sound is None else min(self.sound, len(self.tokens))
 
-    def begins(self, tokens: tuple[int, ...]) -> bool:
-        """Return True if these tokens begin with all of it."""
-        size = len(self.tokens)
-        is_near = self.tokens[-NEAR:] == tokens[max(size - NEAR, 0) : size]  # most texts that differ do so there
-        return is_near and self.tokens == tokens[:size]
+    @cached_property
+    def packed(self) -> bytes:
+        """Its tokens as bytes."""
+        return packed(self.tokens)
+
+    def begins(self, other: PrefixText | Request) -> bool:
+        """Return True if another text begins with all of it."""
+        return other.packed.startswith(self.packed)
 
     def usable(self, request: Request) -> int:
         """The number of its first tokens that a prompt can go on from, once the others are cut off."""
-        if not self.holds_all and not self.begins(request.prompt):
+        if not self.holds_all and not self.begins(request):
             return 0
         prompt, size, mode = request.prompt, len(self.tokens), request.reuse.mode.name
-        most = shared(self.tokens, prompt)
+        most = shared(self.packed, request.packed) // TOKEN_BYTES
         if not (most == size == len(prompt) and self.has_logits):
             most = min(most, len(prompt) - 1)
         if mode != "edited" and self.sound is not None:
@@ -103,7 +106,7 @@ class PrefixText:
 
     def serves_all_of(self, other: PrefixText) -> bool:
         """Return True if nobody needs `other`, of the same key, beside this."""
-        if not self.holds_all or other.has_logits or not other.begins(self.tokens):
+        if not self.holds_all or other.has_logits or not other.begins(self):
             return False
         is_alike = self.passes[: len(other.passes)] == other.passes and self.read_in_order >= other.read_in_order
         return is_alike and all(map(self.ends, (len(other.tokens), *(other.marks or ()))))
@@ -121,8 +124,8 @@ def superfluous(row: PrefixText, others: Iterable[Row]) -> list[Row]:
     if row.holds_all:
         return []
     sizes, found = len(row.tokens), list[Row]()
-    begins = [each for each in others if not each.holds_all and not each.has_logits and len(each.tokens) < sizes]
-    begins = sorted((each for each in begins if each.begins(row.tokens)), key=_size)
+    begins = [each for each in others if not each.holds_all and len(each.tokens) < sizes]
+    begins = sorted((each for each in begins if each.begins(row)), key=_size)
     while len(begins) > MOST:
         ends = [0, *map(_size, begins), sizes]
         at = min(range(len(begins) - NEWEST), key=lambda at: ends[at + 2] - ends[at])

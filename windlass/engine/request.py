@@ -19,7 +19,7 @@ from windlass.core.errors import UsageError, WindlassError, whole_number
 from windlass.core.parse import MAX_NUMBER, near_to, parse_ints, parse_spec
 from windlass.engine.recompute import Recompute
 from windlass.engine.sampling import FinishReason, Sampling
-from windlass.engine.text import Stops
+from windlass.engine.text import Stops, packed
 
 
 class Grammar(ABC):
@@ -135,6 +135,11 @@ class Request:
     def kept(self) -> int | str:
         """The tokens that are never evicted, as a part of a key."""
         return f"{self.head} {self.pins}" if self.pins else self.head
+
+    @cached_property
+    def packed(self) -> bytes:
+        """The prompt as bytes."""
+        return packed(self.prompt)
 
     @cached_property
     def pass_ends(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, islice
-from typing import Final, final
+from typing import Final, TypeVar, final
 
 from transformers import PreTrainedTokenizerBase
 
@@ -201,8 +201,22 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-def shared(one: tuple[int, ...] | str, other: tuple[int, ...] | str) -> int:
-    """The number of first tokens, or characters, that both share."""
+Sequenced = TypeVar("Sequenced", tuple[int, ...], str, bytes)
+TOKEN_BYTES: Final = 4
+
+
+def packed(tokens: Sequence[int]) -> bytes:
+    """Tokens as bytes, which are compared and hashed at once."""
+    return array("i", tokens).tobytes()
+
+
+def unpacked(told: bytes) -> tuple[int, ...]:
+    """The tokens of `packed`."""
+    return tuple(array("i", told))
+
+
+def shared(one: Sequenced, other: Sequenced) -> int:
+    """The number of first tokens, characters or bytes that both share."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
