@@ -131,5 +131,5 @@ def test_a_token_late_in_the_text_is_the_same_work_as_one_early(policy: windlass
             with Work() as counted:
                 model(torch.tensor([[ids[end]]]), past_key_values=cache)
             work.append(counted.done)
-    assert sum(work[0].values()) > 20
+    assert sum(work[0].values()) > 10
     assert work[0] == work[1]
