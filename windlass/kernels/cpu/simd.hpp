@@ -102,6 +102,22 @@ inline std::uint16_t to_brain(float x) {
     if ((word & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;
     return std::uint16_t((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
 }
+// The bits of floats, rounded to bfloat16 or float16, in the low halves of lanes.
+template <Format F>
+inline Words narrow(Words w) {
+    if constexpr (F == Format::bfloat16) {
+        const Words rounded = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
+        return (w & 0x7fffffffu) > 0x7f800000u ? Words{} + 0x7fc0u : rounded;
+    } else {
+#if defined(__AVX512F__)
+        return (Words)_mm512_cvtepu16_epi32(_mm512_cvtps_ph((__m512)w, 0));
+#else
+        const Floats v = bits_of(w);
+        for (int i = 0; i < LANES; ++i) w[i] = to_half(v[i]);
+        return w;
+#endif
+    }
+}
 
 // One slot's numbers: `lanes(row, i)` are those from channel i on, `one(row, i)` is channel i.
 template <Format>
