@@ -35,7 +35,7 @@ from windlass.hf.probe import QueryScale, eval_mode
 from windlass.hf.recurrent import LayerKinds
 from windlass.hf.self_check import ROUNDING
 from windlass.hf.weights import FewRows, linears_of, watch_weights
-from windlass.kernels.cpu import MANY_ROWS
+from windlass.kernels.cpu import MOST_ROWS
 from windlass.positions.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -519,7 +519,7 @@ class FewTokensLayer:
             return None
         hidden, cache = args[0], our_cache(kwargs)
         tokens = hidden.shape[:-1].numel()
-        if hidden.ndim != 3 or not 0 < tokens <= MANY_ROWS or not hidden.is_contiguous():
+        if hidden.ndim != 3 or not 0 < tokens <= MOST_ROWS or not hidden.is_contiguous():
             return None
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or hidden.device.type != "cpu":
             return None
