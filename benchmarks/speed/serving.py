@@ -114,7 +114,7 @@ def measured(server: Server, options: argparse.Namespace) -> dict[str, Any]:
         start = number * 997 % (len(words) // 2)
         return f"{number} {number * 7} " + " ".join((words * 3)[start : start + count])
 
-    number = iter(range(10**6))
+    number = iter(range(options.first, 10**6))
     server.asked(prompt(next(number), options.words), WARM_TOKENS)
     found: dict[str, Any] = {"memory_idle": memory(options.process)}
     for clients in options.clients:
@@ -209,6 +209,7 @@ def main() -> None:
     asked.add_argument("--tokens", type=int, default=64)
     asked.add_argument("--beside", type=int, default=300)
     asked.add_argument("--chunk", type=int, default=512)
+    asked.add_argument("--first", type=int, default=0, help="number of the first prompt: no server is sent one again")
     options = parser.parse_args()
     if options.task == "model":
         save_model(options.folder, options.layers)

@@ -69,7 +69,7 @@ def test_many_rows_are_multiplied_by_panels_of_the_weights(
 ) -> None:
     """70 outputs at a time, or a block of 64 or 32. Weights are rounded to the dtype of the product."""
     monkeypatch.setattr(kernels, "PANEL", 70 * 512)
-    for rows in (21, cpu.MANY_ROWS + 1):  # by the kernel, 16 at a time, where that is fast, and by panels
+    for rows in (21, cpu.MOST_ROWS + 1):  # by the kernel, 16 at a time, where that is fast, and by panels
         call = made((rows, 200, 512), dtype, kind, True)
         call = replace(call, inputs=call.inputs / 16)  # no result too large for float16
         ours, truth = kernels.linear(call), exact(call)
@@ -88,7 +88,7 @@ def test_no_row_depends_on_the_others_or_on_the_number_of_threads(dtype: torch.d
     together, threads = cpu.linear(call), torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        for rows in (1, 2, 3, 7):
+        for rows in (1, 2, 3, 6, 7):
             parts = [
                 LinearInput(each, LinearLayer(call.layer.weights, call.layer.bias, call.layer.scales))
                 for each in call.inputs.split(rows)
@@ -207,3 +207,25 @@ def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
         ),
     )
     assert not any(cpu.can_multiply(call) for call in unknown)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "name", "has_tiles", "most"),
+    [
+        ("int4 in 64", torch.bfloat16, "avx512_bf16", False, cpu.MOST_ROWS),
+        ("int4 in 64", torch.bfloat16, "avx512_bf16", True, cpu.MANY_ROWS),
+        ("int4 in 64", torch.bfloat16, "avx512", False, cpu.MANY_ROWS),
+        ("int4 in 64", torch.float16, "avx512_bf16", False, cpu.MANY_ROWS),
+        ("int8", torch.bfloat16, "avx512_bf16", False, cpu.MANY_ROWS),
+    ],
+)
+def test_most_rows_depend_on_the_instructions_of_the_cpu(
+    kind: str, dtype: torch.dtype, name: str, has_tiles: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "instruction_set", lambda: name)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    call = made((3, 64, 128), dtype, kind, False)
+    assert cpu.most_rows(call.layer, dtype) == most
+    for rows in (most, most + 1):
+        many = LinearInput(call.inputs[:1].expand(rows, -1), call.layer)
+        assert cpu.can_multiply(many) is (rows == most)

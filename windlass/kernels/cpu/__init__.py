@@ -53,6 +53,7 @@ MAX_ROWS: Final = 16  # inputs of the compiled `linear` at once
 FLOAT_ROWS: Final = 32  # tokens of a decoder layer of bfloat16, beyond which PyTorch's products are faster
 GRAIN: Final = 2**19  # bytes of weights, times rows, that are worth another thread
 MANY_ROWS: Final = 64  # inputs from which on PyTorch's product of decoded or widened weights is as fast
+MOST_ROWS: Final = 192  # the same, of codes in groups on a CPU that multiplies them by VNNI, and has no AMX
 MAX_LANES: Final = 16  # numbers in a vector of any instruction set
 BLOCKS: Final = {4: (32, 64), 8: (64,)}  # outputs that lie side by side, in codes of so many bits
 
@@ -196,11 +197,18 @@ def _attend(call: AttentionInput, some: int) -> tuple[Attended, Mass | None]:
 def can_multiply(call: LinearInput) -> bool:
     """Return True if `linear` knows these tensors, which are in a CPU's memory, and is fastest for so few rows.
 
-    Up to MANY_ROWS rows of 16 bits go through it, MAX_ROWS at a time, where weights are codes or PyTorch is slow.
+    Up to `most_rows` rows of 16 bits go through it, MAX_ROWS at a time, where weights are codes or PyTorch is slow.
     """
     layer, dtype = call.layer, call.inputs.dtype
     is_slow = dtype.itemsize == 2 and (layer.is_coded or product_dtype(call.inputs) is not dtype)
-    return 0 < call.rows <= (MANY_ROWS if is_slow else MAX_ROWS) and knows_linear(layer, dtype)
+    return 0 < call.rows <= (most_rows(layer, dtype) if is_slow else MAX_ROWS) and knows_linear(layer, dtype)
+
+
+def most_rows(layer: LinearLayer, dtype: torch.dtype) -> int:
+    """The most rows that `linear` multiplies with codes faster than PyTorch with decoded weights."""
+    has_fast_codes = isinstance(layer.weights, GroupCodes) and dtype is torch.bfloat16
+    has_fast_codes = has_fast_codes and instruction_set() == "avx512_bf16"
+    return MOST_ROWS if has_fast_codes and not torch.cpu._is_amx_tile_supported() else MANY_ROWS
 
 
 def knows_linear(layer: LinearLayer, dtype: torch.dtype) -> bool:
@@ -245,7 +253,7 @@ def decoded_outputs(weights: GroupCodes, outputs: Tensor, dtype: torch.dtype) ->
 
 
 def linear(call: LinearInput) -> LinearOutputs:
-    """See `reference.linear`. Takes up to MANY_ROWS rows, none of which depends on the others."""
+    """See `reference.linear`. Takes any number of rows, none of which depends on the others."""
     inputs, layer = call.inputs.contiguous(), call.layer
     threads = max(1, min(torch.get_num_threads(), layer.nbytes * call.rows // GRAIN))
     dtype, scales = inputs.dtype, None if layer.scales is None else layer.scales.contiguous()

@@ -269,7 +269,7 @@ class FewTokens:
         self.head_dim = layer.head_dim
         self.most_tokens = cpu.FLOAT_ROWS if dtype is torch.bfloat16 else cpu.MAX_ROWS
         if all(each.is_coded for each in layer.linears):
-            self.most_tokens = cpu.MANY_ROWS
+            self.most_tokens = min(cpu.most_rows(each, dtype) for each in layer.linears)
         self.heads = [each.out_features // layer.head_dim for each in (layer.query, layer.key, layer.value)]
         linears = zip(layer.linears, scales, strict=True)
         first, second, of_queries, of_keys = (norm_arguments(each) for each in layer.norms)

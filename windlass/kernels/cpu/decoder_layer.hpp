@@ -3,11 +3,6 @@
 // One parallel region for each of the two: between two linear layers its threads meet at a barrier, and their
 // next input is in the nearest cache. Every number is rounded where the modules of transformers round it.
 
-inline float rounded(Format format, float x) {
-    std::uint8_t bytes[4];
-    put(format, bytes, 0, x);
-    return number(format, bytes, 0);
-}
 template <Format F>
 inline Floats lanes_of(const std::uint8_t *from, std::int64_t i, int count) {
     constexpr int BYTES = F == Format::float32 ? 4 : 2;
@@ -16,26 +11,16 @@ inline Floats lanes_of(const std::uint8_t *from, std::int64_t i, int count) {
     std::memcpy(last, from + i * BYTES, count * BYTES);
     return Row<F>::lanes(last, 0, 0);
 }
-// `to_brain` of each lane, in the higher half of its word.
-inline Words brain_lanes(Floats v) {
-    const Words words = (Words)v, odd = words >> 16 & 1u, rounded = words + 0x7fffu + odd;
-    return v == v ? rounded & 0xffff0000u : Words{} + 0x7fc00000u;
-}
 template <Format F>
 inline Floats rounded_lanes(Floats v) {
-    if constexpr (F == Format::bfloat16) return (Floats)brain_lanes(v);
-    if constexpr (F != Format::float32)
-        for (int i = 0; i < LANES; ++i) v[i] = rounded(F, v[i]);
+    if constexpr (F == Format::bfloat16) return bits_of(narrow<F>((Words)v) << 16);
+    if constexpr (F == Format::float16) return from_halves(narrow<F>((Words)v));
     return v;
 }
 template <Format F>
 inline void put_lanes(std::uint8_t *to, std::int64_t i, Floats v, int count) {
-    if (F == Format::bfloat16 && count >= LANES) {
-        const Halves halves = __builtin_convertvector(brain_lanes(v) >> 16, Halves);
-        __builtin_memcpy(to + 2 * i, &halves, sizeof halves);
-        return;
-    }
-    for (int lane = 0; lane < LANES && lane < count; ++lane) put(F, to, i + lane, v[lane]);
+    if (count >= LANES) return store_rounded<F>(to + i * (F == Format::float32 ? 4 : 2), v);
+    for (int lane = 0; lane < count; ++lane) put(F, to, i + lane, v[lane]);
 }
 
 // One token's numbers, which may be normed in place.

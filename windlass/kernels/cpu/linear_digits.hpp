@@ -124,6 +124,39 @@ struct RunSumsOf64 {
         }
     }
 
+    // Codes of a run as the instruction takes them, for many tokens.
+    static void unpack(const std::uint8_t *codes, int run, __m512i (*quads)[VECTORS]) {
+        for (int k = 0; k < run; k += 4) {
+            const std::uint8_t *row = codes + k * ROW_BYTES;
+            UNROLLED for (int line = 0; line < 4 * ROW_BYTES; line += LINE)
+                __builtin_prefetch(row + SOON + line), __builtin_prefetch(row + LATER + line, 0, 2);
+            read(row, quads[k / 4]);
+        }
+    }
+    // As `multiply`, of unpacked codes: all high digits first, so that a token needs one sum for each of its outputs.
+    template <int T>
+    __attribute__((always_inline)) static void multiply_unpacked(const __m512i (*quads)[VECTORS], const RunInputs &inputs, int run,
+                                                                 Ints (&sums)[T][VECTORS]) {
+        __m512i own[T][VECTORS];
+        UNROLLED for (int t = 0; t < T; ++t)
+            UNROLLED for (int i = 0; i < VECTORS; ++i) own[t][i] = _mm512_setzero_si512();
+        const auto add = [&](const std::int8_t *digits) __attribute__((always_inline)) {
+            for (int k = 0; k < run; k += 4)
+                UNROLLED for (int t = 0; t < T; ++t) {
+                    const __m512i x = four(digits + 2 * t * inputs.stride + k);
+                    UNROLLED for (int i = 0; i < VECTORS; ++i) add_products(own[t][i], quads[k / 4][i], x);
+                }
+        };
+        add(inputs.digits);
+        UNROLLED for (int t = 0; t < T; ++t)
+            UNROLLED for (int i = 0; i < VECTORS; ++i) own[t][i] = _mm512_slli_epi32(own[t][i], 8);
+        add(inputs.digits + inputs.stride);
+        UNROLLED for (int t = 0; t < T; ++t) {
+            if constexpr (CODES == Format::int8) in_order(own[t], inputs.totals[t]);
+            UNROLLED for (int i = 0; i < VECTORS; ++i) sums[t][i] = (Ints)own[t][i];
+        }
+    }
+
   private:
     // Not by the intrinsic, for which GCC 12 copies each sum twice.
     __attribute__((always_inline)) static void add_products(__m512i &sum, __m512i codes, __m512i x) {
@@ -194,6 +227,16 @@ class DigitGroups {
     void run() {
 #pragma omp for schedule(static)
         for (int token = 0; token < call.tokens; ++token) round(token);
+#if defined(__AVX512VNNI__)
+        if constexpr (BLOCK == 64)
+            if (call.tokens > FEW) {
+#pragma omp for schedule(static) nowait
+                for (int block = 0; block < blocks_of(call); ++block)
+                    for (int token = 0; token < call.tokens; token += MOST)
+                        outputs_of_many(block, token, std::min(MOST, call.tokens - token));
+                return;
+            }
+#endif
         Grouped<Format::bfloat16>::all_blocks(*this, call);
     }
 
@@ -221,6 +264,7 @@ class DigitGroups {
     }
 
   private:
+    static constexpr int FEW = 4, MOST = 16;  // more tokens than FEW share unpacked codes, MOST at once
     Grouped<Format::bfloat16> shared;
     const Linear &call;
     const int length, runs;  // inputs of a run
@@ -248,6 +292,56 @@ class DigitGroups {
             }
         }
     }
+
+#if defined(__AVX512VNNI__)
+    // As `outputs`, of many tokens: the codes of a run are unpacked once for all of them.
+    void outputs_of_many(int block, int token, int count) {
+        Floats results[MOST][VECTORS];
+        __m512i quads[RUN / 4][VECTORS];
+        for (int t = 0; t < count; ++t)
+            UNROLLED for (int i = 0; i < VECTORS; ++i) results[t][i] = Floats{};
+        alignas(LINE) float pairs[AHEAD_GROUPS][2][BLOCK];
+        for (int g = 0; g < shared.groups; ++g) {
+            if (g % AHEAD_GROUPS == 0) read_pairs_of(block, g, pairs);
+            const int in_group = call.group / length;
+            for (int r = g * in_group; r < (g + 1) * in_group; ++r) {
+                RunSums<CODES, BLOCK>::unpack(shared.codes(block) + std::int64_t(r) * length * ROW_BYTES, length, quads);
+                int t = 0;
+                for (; t + 4 <= count; t += 4) add_unpacked<4>(quads, token + t, r, pairs[g % AHEAD_GROUPS], results + t);
+                if (t + 2 <= count) add_unpacked<2>(quads, token + t, r, pairs[g % AHEAD_GROUPS], results + t), t += 2;
+                if (t < count) add_unpacked<1>(quads, token + t, r, pairs[g % AHEAD_GROUPS], results + t);
+            }
+        }
+        for (int t = 0; t < count; ++t) {
+            alignas(LINE) float sums[BLOCK];
+            UNROLLED for (int i = 0; i < VECTORS; ++i) store(sums + i * LANES, results[t][i]);
+            put_results(call, block * BLOCK, token + t, sums, BLOCK);
+        }
+    }
+
+    template <int T>
+    __attribute__((noinline)) void add_unpacked(const __m512i (*quads)[VECTORS], std::int64_t token, int run,
+                                                const float (&pairs)[2][BLOCK], Floats (*results)[VECTORS]) const {
+        const std::int64_t first = std::int64_t(run) * length;
+        Ints sums[T][VECTORS];
+        std::int32_t added[T];
+        UNROLLED for (int t = 0; t < T; ++t) added[t] = totals[(token + t) * runs + run];
+        const RunInputs inputs{wholes + token * call.in + first, digits + 2 * token * call.in + first, call.in, added};
+        RunSums<CODES, BLOCK>::template multiply_unpacked<T>(quads, inputs, length, sums);
+        const int group = int(first / call.group);
+        const bool has_zeros = call.columns == 2 && first % call.group == 0;
+        UNROLLED for (int t = 0; t < T; ++t) {
+            const float scale = scales[(token + t) * runs + run];
+            const float sum = has_zeros ? shared.sums[(token + t) * shared.groups + group] : 0.0f;
+            const std::int32_t excess = CODES == Format::int4 ? call.middle * added[t] : 0;
+            UNROLLED for (int v = 0; v < VECTORS; ++v) {
+                Floats result = results[t][v];
+                if (has_zeros) result += load<Floats>(pairs[1] + v * LANES) * sum;
+                results[t][v] = result + __builtin_convertvector(sums[t][v] - excess, Floats) * (load<Floats>(pairs[0] + v * LANES) * scale);
+            }
+        }
+    }
+#endif
 
     // Scales and zeros of some groups from `first` on, with the format asked for once.
     void read_pairs_of(int block, int first, float (*to)[2][BLOCK]) const {

@@ -362,35 +362,70 @@ inline void linear_groups(const Linear &call, float *scratch) {
     }
 }
 
-// Decodes the codes of one block's outputs, into rows of `call.in` numbers.
-template <Format CODES>
+// Lane i of v[j] becomes lane j of v[i].
+template <int STEP = LANES / 2>
+inline void transpose(Floats (&v)[LANES]) {
+    constexpr auto all_lanes = std::make_index_sequence<LANES>{};
+    UNROLLED for (int i = 0; i < LANES; ++i)
+        if (!(i & STEP)) {
+            const Floats a = v[i], b = v[i + STEP];
+            v[i] = halves<STEP, 0>(a, b, all_lanes), v[i + STEP] = halves<STEP, 1>(a, b, all_lanes);
+        }
+    if constexpr (STEP > 1) transpose<STEP / 2>(v);
+}
+
+// Decodes the codes of one block's outputs, into rows of `call.in` numbers: LANES outputs at once, and of so many inputs
+// as stand in the lanes of a vector.
+template <Format CODES, Format F>
 inline void decode_block(const Linear &call, int block, std::uint8_t *to) {
-    constexpr int MOST = 64, GROUP = 32;  // outputs of a block, inputs decoded at once
+    constexpr int PER_LANE = F == Format::float32 ? 1 : 2, TILE = LANES * PER_LANE, BYTES = 4 / PER_LANE;
     const int half = call.block / 2, here = std::min(call.block, call.out - block * call.block);
     const std::int64_t row_bytes = CODES == Format::int4 ? half : call.block;
     const std::uint8_t *codes = call.weights + block * row_bytes * call.in;
-    const int bytes = call.float_format == Format::float32 ? 4 : 2;
-    alignas(LINE) float scales[MOST], zeros[MOST], tile[MOST][GROUP];
-    for (int i = 0; i < call.in; i += GROUP) {
-        const int inputs = std::min(GROUP, call.in - i);
-        for (int k = 0; k < inputs; ++k) {
-            if ((i + k) % call.group == 0)
-                for (int n = 0; n < call.block; n += LANES) {
-                    Floats scale, zero;
-                    pairs_of(call, (i + k) / call.group, block * call.block + n, scale, zero);
-                    store(scales + n, scale), store(zeros + n, zero);
+    const Floats middle = all(float(call.middle));
+    for (int n = 0; n < here; n += LANES) {
+        const bool is_high = CODES == Format::int4 && n >= half;
+        const std::uint8_t *column = codes + (is_high ? n - half : n);
+        Floats scale{}, zero{};
+        const auto decoded = [&](int k) __attribute__((always_inline)) {
+            const Ints bytes = wide_bytes(column + k * row_bytes);
+            if constexpr (CODES == Format::int8) return __builtin_convertvector(bytes, Floats) * scale + zero;
+            const Ints levels = (is_high ? bytes >> 4 : bytes) & 15;
+            return (__builtin_convertvector(levels, Floats) - middle) * scale + zero;
+        };
+        for (int i = 0; i < call.in; i += TILE) {
+            const int inputs = std::min(TILE, call.in - i);
+            Floats tile[LANES];
+            for (int j = 0; j < LANES; ++j) {
+                const int k = i + j * PER_LANE;
+                if (k >= call.in) {
+                    tile[j] = Floats{};
+                    continue;
                 }
-            const std::uint8_t *row = codes + (i + k) * row_bytes;
-            if constexpr (CODES == Format::int4)
-                for (int n = 0; n < half; ++n) {
-                    tile[n][k] = float((row[n] & 15) - call.middle) * scales[n] + zeros[n];
-                    tile[n + half][k] = float((row[n] >> 4) - call.middle) * scales[n + half] + zeros[n + half];
-                }
-            else
-                for (int n = 0; n < call.block; ++n) tile[n][k] = float(std::int8_t(row[n])) * scales[n] + zeros[n];
+                if (k % call.group == 0) pairs_of(call, k / call.group, block * call.block + n, scale, zero);
+                tile[j] = decoded(k);
+                if constexpr (PER_LANE == 2)
+                    tile[j] = bits_of(narrow<F>((Words)tile[j]) | narrow<F>((Words)decoded(k + 1)) << 16);
+            }
+            transpose(tile);
+            std::uint8_t *from = to + (std::int64_t(n) * call.in + i) * BYTES;
+            for (int row = 0; row < std::min(LANES, here - n); ++row, from += std::int64_t(call.in) * BYTES)
+                if (inputs == TILE)
+                    store(reinterpret_cast<float *>(from), tile[row]);
+                else
+                    __builtin_memcpy(from, &tile[row], std::size_t(inputs) * BYTES);
         }
-        for (int n = 0; n < here; ++n)
-            put_row(call.float_format, to + (std::int64_t(n) * call.in + i) * bytes, tile[n], inputs);
+    }
+}
+template <Format CODES>
+inline void decode_block(const Linear &call, int block, std::uint8_t *to) {
+    switch (call.float_format) {
+        case Format::bfloat16:
+            return decode_block<CODES, Format::bfloat16>(call, block, to);
+        case Format::float16:
+            return decode_block<CODES, Format::float16>(call, block, to);
+        default:
+            return decode_block<CODES, Format::float32>(call, block, to);
     }
 }
 

@@ -102,6 +102,22 @@ inline std::uint16_t to_brain(float x) {
     if ((word & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;
     return std::uint16_t((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
 }
+// The bits of floats, rounded to bfloat16 or float16, in the low halves of lanes.
+template <Format F>
+inline Words narrow(Words w) {
+    if constexpr (F == Format::bfloat16) {
+        const Words rounded = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
+        return (w & 0x7fffffffu) > 0x7f800000u ? Words{} + 0x7fc0u : rounded;
+    } else {
+#if defined(__AVX512F__)
+        return (Words)_mm512_cvtepu16_epi32(_mm512_cvtps_ph((__m512)w, 0));
+#else
+        const Floats v = bits_of(w);
+        for (int i = 0; i < LANES; ++i) w[i] = to_half(v[i]);
+        return w;
+#endif
+    }
+}
 
 // One slot's numbers: `lanes(row, i)` are those from channel i on, `one(row, i)` is channel i.
 template <Format>
@@ -234,26 +250,37 @@ inline void put(Format format, std::uint8_t *row, std::int64_t i, float x) {
     }
 }
 
+// Stores LANES floats, rounded to the format.
+template <Format F>
+inline void store_rounded(std::uint8_t *to, Floats v) {
+    if constexpr (F == Format::float32) {
+        __builtin_memcpy(to, &v, sizeof v);
+    } else {
+        const Halves rounded = __builtin_convertvector(narrow<F>((Words)v), Halves);
+        __builtin_memcpy(to, &rounded, sizeof rounded);
+    }
+}
+
 // Rows of numbers to float32 and back, with the format asked for once.
 inline void read_row(Format format, const std::uint8_t *row, int count, float *out) {
-    const auto read = [&](auto one) {
-        for (int i = 0; i < count; ++i) out[i] = one(i);
+    const auto read = [&](auto lanes) {
+        int i = 0;
+        for (; i + LANES <= count; i += LANES) store(out + i, lanes(row + 2 * i));
+        for (; i < count; ++i) out[i] = number(format, row, i);
     };
-    std::uint16_t narrow;
-    const auto half = [&](int i) { return __builtin_memcpy(&narrow, row + 2 * i, 2), narrow; };
-    if (format == Format::bfloat16) return read([&](int i) { return from_brain(half(i)); });
-    if (format == Format::float16) return read([&](int i) { return from_half(half(i)); });
+    if (format == Format::bfloat16) return read([](const std::uint8_t *from) { return Row<Format::bfloat16>::lanes(from, 0, 0); });
+    if (format == Format::float16) return read([](const std::uint8_t *from) { return Row<Format::float16>::lanes(from, 0, 0); });
     __builtin_memcpy(out, row, 4 * std::size_t(count));
 }
+template <Format F>
+inline void put_row_of(std::uint8_t *row, const float *numbers, int count) {
+    int i = 0;
+    for (; i + LANES <= count; i += LANES) store_rounded<F>(row + 2 * i, load<Floats>(numbers + i));
+    for (; i < count; ++i) put(F, row, i, numbers[i]);
+}
 inline void put_row(Format format, std::uint8_t *row, const float *numbers, int count) {
-    const auto put = [&](auto narrow) {
-        for (int i = 0; i < count; ++i) {
-            const std::uint16_t one = narrow(numbers[i]);
-            __builtin_memcpy(row + 2 * i, &one, 2);
-        }
-    };
-    if (format == Format::bfloat16) return put(to_brain);
-    if (format == Format::float16) return put(to_half);
+    if (format == Format::bfloat16) return put_row_of<Format::bfloat16>(row, numbers, count);
+    if (format == Format::float16) return put_row_of<Format::float16>(row, numbers, count);
     __builtin_memcpy(row, numbers, 4 * std::size_t(count));
 }
 
