@@ -1,7 +1,7 @@
 """A session that never ends: tool loops with facts that are asked for later, and a server that is killed on the way.
 
     python -m tests.helpers.endless run MODEL TEXT... --out FILE [--turns 1000] [--kills 10] [--budget 1024] ...
-    python -m tests.helpers.endless read MODEL TEXT... --out FILE ... # the same text in one reading
+    python -m tests.helpers.endless read MODEL TEXT... --out FILE ... # the same text in one reading, also beside a run
     python -m tests.helpers.endless summary MODEL FILE...             # a table, and differences between files
 
 MODEL is a folder or a GGUF file, TEXT are files of prose. `FILE` has a line for each turn, and
@@ -264,18 +264,26 @@ def killed(server: Server, messages: Sequence[dict[str, Any]], seconds: float) -
     return round(server.start(), 3)
 
 
+def followed(file: Path, turns: int) -> Iterator[dict[str, Any]]:
+    """The lines of so many turns, as a run writes them."""
+    with file.open() as lines:
+        for _ in range(turns):
+            while not (line := lines.readline()):
+                time.sleep(1)
+            yield json.loads(line)
+
+
 @torch.no_grad()
 def reading(plan: Plan) -> None:
     """Answer the same questions at the same places, with a cache that reads the text of the session once."""
     net, tokenizer = load(plan.model, "auto")
-    rows = [json.loads(line) for line in plan.out.read_text().splitlines()]
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
     cache, encoder = KVCache.from_options(net, plan.options), PromptEncoder(tokenizer)
     ends = {tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")}
     done = 0
     target = plan.out.with_suffix(".reading")
     target.unlink(missing_ok=True)
-    for row in rows:
+    for row in followed(plan.out, plan.turns):
         wanted = turn_of(row["turn"], plan.words, plan.seed)
         messages += wanted.messages
         text, form = rendered(tokenizer, [dict(each) for each in messages])
@@ -346,6 +354,7 @@ def main() -> None:
     parser.add_argument("--recall", type=int, default=512)
     parser.add_argument("--answer", type=int, default=24, help="most tokens of an answer")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends too
     if given.what == "summary":
         summary(given.texts)
         return
