@@ -204,9 +204,8 @@ def main() -> None:
     asked.add_argument("process", type=int)
     asked.add_argument("--model", default="model")
     asked.add_argument("--clients", type=int, nargs="*", default=[1, 4, 16])
-    asked.add_argument("--words", type=int, default=100)
-    asked.add_argument("--long-words", type=int, default=5500)
-    asked.add_argument("--tokens", type=int, default=64)
+    for name, own in (("--words", 100), ("--long-words", 5500), ("--tokens", 64)):
+        asked.add_argument(name, type=int, default=own)
     asked.add_argument("--beside", type=int, default=300)
     asked.add_argument("--chunk", type=int, default=512)
     asked.add_argument("--first", type=int, default=0, help="number of the first prompt: no server is sent one again")

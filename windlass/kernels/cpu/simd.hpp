@@ -67,8 +67,9 @@ inline Floats from_halves(Words h) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)h));
 #else
-    const Floats magnitude = bits_of((h & 0x7fffu) << 13) * 0x1p112f;
-    return bits_of((Words)magnitude | ((h & 0x8000u) << 16));
+    const Words rest = (h & 0x7fffu) << 13, magnitude = (Words)(bits_of(rest) * 0x1p112f);
+    const Words infinite = (Words)(rest >= 0x0f800000u) & 0x7f800000u;  // or no number
+    return bits_of(magnitude | infinite | ((h & 0x8000u) << 16));
 #endif
 }
 inline std::uint16_t to_half(float x) {
@@ -150,9 +151,7 @@ struct Row<Format::float16> {
 #elif defined(__F16C__)
         return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(row + 2 * i)));
 #else
-        Words h = wide_halves(row + 2 * i);
-        Floats magnitude = bits_of((h & 0x7fffu) << 13) * 0x1p112f;
-        return bits_of((Words)magnitude | ((h & 0x8000u) << 16));
+        return from_halves(wide_halves(row + 2 * i));
 #endif
     }
     static float one(const std::uint8_t *row, int i, int) {
