@@ -80,6 +80,26 @@ def test_short_passes(tokens: int, bits: int | None, dtype: torch.dtype) -> None
         compare(mine, true, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "is_per_head"), [(150, True), (197, False)])
+@pytest.mark.usefixtures("instruction_set")
+def test_long_passes(tokens: int, is_per_head: bool, dtype: torch.dtype, bits: int | None) -> None:
+    """Parts of a head, each a piece of work: the last has 22 queries, or 5, which are read as few are."""
+    visibility = Visibility(sliding_window=230)
+    own: dict[str, Any] = {
+        "slots": 459,
+        "tokens": tokens,
+        "mass": None,
+        "is_per_head": is_per_head,
+        "visibility": visibility,
+    }
+    call = step(Case((3, 2, 64, 96, 32), dtype, bits, extras=("sinks", "counts"), **own))
+    plain = step(Case((4, 3, 64, 64, 32), dtype, bits, mode="compact", **{**own, "visibility": Visibility()}))
+    for each in (call, plain):
+        compare(cpu.attend(each)[0], exactly(each)[0], TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize(("tokens", "group"), [(16, 130), (17, 130), (64, 16), (65, 16), (70, 9), (17, 40), (51, 20)])
 @pytest.mark.usefixtures("instruction_set")
 def test_many_heads_of_a_key_take_fewer_tokens_at_once(tokens: int, group: int) -> None:
