@@ -109,7 +109,7 @@ def is_fastest(call: AttentionInput) -> bool:
     """Return True if `attend` is faster than PyTorch's attention for so many queries.
 
     In products of bfloat16 it is at any number, with vectors of AVX2 or AVX-512 at MAX_TOKENS (docs/log.md). The other
-    sets were measured for few tokens alone. PyTorch's attention is left the masses of many.
+    sets were measured for few tokens alone. Where many queries are observed, PyTorch's attention is taken.
     """
     tokens, found = call.queries.shape[2], instruction_set()
     if found == "avx512_bf16" and call.queries.dtype is torch.bfloat16 and call.observed is None:
