@@ -17,7 +17,7 @@ def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: b
         outputs, width = -(-outputs // block) * block, -(-width // group) * group
     generator = torch.Generator().manual_seed(rows * width + outputs)
     inputs = torch.randn(rows, width, generator=generator).to(dtype)
-    inputs[:, :: max(1, width // 3)] *= 300  # some channels are far larger than others, as in real models
+    inputs[::2, :: max(1, width // 3)] *= 300  # some channels of some rows are far larger, as in real models
     bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
     if kind.startswith("groups"):
         return LinearInput(inputs, LinearLayer(in_groups(kind, outputs, inputs.shape[1], generator), bias))
@@ -52,6 +52,21 @@ def in_groups(kind: str, outputs: int, width: int, generator: torch.Generator) -
         middle=0 if has_supers else 8,
         supers=supers,
     )
+
+
+def rounded(inputs: Tensor, group: int) -> Tensor:
+    """Inputs as they meet codes in groups, in float64: 32 of them (16 where 32 do not divide a group) share a scale.
+
+    They are rounded to 127ths of the largest, and to 256ths of these where that is an outlier of its row.
+    """
+    run = 32 if group % 32 == 0 else 16
+    numbers = inputs.float()
+    limit = 6 * numbers.square().mean(-1, keepdim=True).sqrt()
+    runs = numbers.unflatten(-1, (-1, run))
+    largest = runs.abs().amax(-1, keepdim=True)
+    steps = torch.where(largest > limit[..., None], 127.0 * 256, 127.0)
+    wholes = torch.where(largest > 0, runs * (steps / largest), 0.0).round()
+    return (wholes.double() * largest.double() / steps.double()).flatten(-2)
 
 
 def packed(codes: Tensor, block: int) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.helpers.linears import made, packed
+from tests.helpers.linears import made, packed, rounded
 from windlass import kernels
 from windlass.core.inputs import GroupCodes, LinearInput, LinearLayer
 from windlass.kernels import cpu, reference
@@ -36,16 +36,22 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 
 
 def exact(call: LinearInput) -> Tensor:
-    """The same layer in float64."""
-    weights = call.layer.weights
+    """The same layer in float64, of rounded inputs where the kernel rounds them."""
+    weights, inputs = call.layer.weights, call.inputs.double()
+    bias = None if call.layer.bias is None else call.layer.bias.double()
     if isinstance(weights, GroupCodes):
-        weights = weights.floats(torch.float64)
-    weights = weights.double() if call.layer.scales is None else weights.double() * call.layer.scales.double()[:, None]
-    return reference.linear(
-        LinearInput(
-            call.inputs.double(), LinearLayer(weights, None if call.layer.bias is None else call.layer.bias.double())
-        )
-    )
+        inputs = rounded(call.inputs, weights.group) if is_rounded(call) else inputs
+        return reference.linear(LinearInput(inputs, LinearLayer(weights.floats(torch.float64), bias)))
+    floats = weights.double() if call.layer.scales is None else weights.double() * call.layer.scales.double()[:, None]
+    return reference.linear(LinearInput(inputs, LinearLayer(floats, bias)))
+
+
+def is_rounded(call: LinearInput) -> bool:
+    """Inputs of bfloat16 are, for codes of 4 bits, and where there is VNNI for codes of 8 bits in groups."""
+    weights = call.layer.weights
+    if not isinstance(weights, GroupCodes) or call.inputs.dtype is not torch.bfloat16:
+        return False
+    return cpu.can_multiply(call) and (weights.bits == 4 or cpu.instruction_set() == "avx512_bf16")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -69,7 +75,7 @@ def test_many_rows_are_multiplied_by_panels_of_the_weights(
 ) -> None:
     """70 outputs at a time, or a block of 64 or 32. Weights are rounded to the dtype of the product."""
     monkeypatch.setattr(kernels, "PANEL", 70 * 512)
-    for rows in (21, cpu.MOST_ROWS + 1):  # by the kernel, 16 at a time, where that is fast, and by panels
+    for rows in (21, 193):  # by the kernel, 16 at a time, where that is fast, and by panels
         call = made((rows, 200, 512), dtype, kind, True)
         call = replace(call, inputs=call.inputs / 16)  # no result too large for float16
         ours, truth = kernels.linear(call), exact(call)
@@ -77,7 +83,8 @@ def test_many_rows_are_multiplied_by_panels_of_the_weights(
         assert (ours.double() - truth).abs().max() <= 2 * TOLERANCE[dtype] * truth.abs().max()
         assert kernels.needs_panels(call) is (kind != "floats" or cpu.product_dtype(call.inputs) is not dtype)
         is_slow = dtype.itemsize == 2 and kernels.needs_panels(call)
-        assert cpu.can_multiply(call) is (rows < cpu.MANY_ROWS and is_slow)
+        most = cpu.most_rows(call.layer, dtype)
+        assert cpu.can_multiply(call) is (is_slow and (most is None or rows <= most))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -212,7 +219,7 @@ def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype", "name", "has_tiles", "most"),
     [
-        ("int4 in 64", torch.bfloat16, "avx512_bf16", False, cpu.MOST_ROWS),
+        ("int4 in 64", torch.bfloat16, "avx512_bf16", False, None),
         ("int4 in 64", torch.bfloat16, "avx512_bf16", True, cpu.MANY_ROWS),
         ("int4 in 64", torch.bfloat16, "avx512", False, cpu.MANY_ROWS),
         ("int4 in 64", torch.float16, "avx512_bf16", False, cpu.MANY_ROWS),
@@ -220,12 +227,12 @@ def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
     ],
 )
 def test_most_rows_depend_on_the_instructions_of_the_cpu(
-    kind: str, dtype: torch.dtype, name: str, has_tiles: bool, most: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: torch.dtype, name: str, has_tiles: bool, most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "instruction_set", lambda: name)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
     call = made((3, 64, 128), dtype, kind, False)
     assert cpu.most_rows(call.layer, dtype) == most
-    for rows in (most, most + 1):
+    for rows in (cpu.MANY_ROWS, cpu.MANY_ROWS + 1, 999):
         many = LinearInput(call.inputs[:1].expand(rows, -1), call.layer)
-        assert cpu.can_multiply(many) is (rows == most)
+        assert cpu.can_multiply(many) is (most is None or rows <= most)

@@ -468,7 +468,7 @@ class FewTokensLayer:
         assert cache is not None, "a kernel without a cache"
         attend = ALL_ATTENTION_FUNCTIONS[self._name]
         others = {name: value for name, value in kwargs.items() if name not in (MASK, TABLES, *CACHE_NAMES)}
-        is_few = hidden.shape[:-1].numel() <= kernel.most_tokens
+        is_few = kernel.most_tokens is None or hidden.shape[:-1].numel() <= kernel.most_tokens
         queries, keys, values = kernel.before_attention(hidden) if is_few else self._before(kernel, hidden)
         if turn_of(cache) is not AxisRotation.NONE:
             queries, keys = self._rotate(queries, keys, *kwargs[TABLES])

@@ -50,10 +50,10 @@ SHARED_QUERIES: Final = 1024  # of a key, at most, in more tokens than these few
 MAX_CHANNELS: Final = 1024
 GROUPS: Final = (0, 16, 32)  # channels that share a scale and an offset, where new codes are made
 MAX_ROWS: Final = 16  # inputs of the compiled `linear` at once
+MAX_DIGIT_ROWS: Final = 256  # the same, of codes in groups on a CPU that multiplies them by VNNI
 FLOAT_ROWS: Final = 32  # tokens of a decoder layer of bfloat16, beyond which PyTorch's products are faster
 GRAIN: Final = 2**19  # bytes of weights, times rows, that are worth another thread
 MANY_ROWS: Final = 64  # inputs from which on PyTorch's product of decoded or widened weights is as fast
-MOST_ROWS: Final = 192  # the same, of codes in groups on a CPU that multiplies them by VNNI, and has no AMX
 MAX_LANES: Final = 16  # numbers in a vector of any instruction set
 BLOCKS: Final = {4: (32, 64), 8: (64,)}  # outputs that lie side by side, in codes of so many bits
 
@@ -197,18 +197,29 @@ def _attend(call: AttentionInput, some: int) -> tuple[Attended, Mass | None]:
 def can_multiply(call: LinearInput) -> bool:
     """Return True if `linear` knows these tensors, which are in a CPU's memory, and is fastest for so few rows.
 
-    Up to `most_rows` rows of 16 bits go through it, MAX_ROWS at a time, where weights are codes or PyTorch is slow.
+    Up to `most_rows` rows of 16 bits go through it, `rows_at_once`, where weights are codes or PyTorch is slow.
     """
     layer, dtype = call.layer, call.inputs.dtype
     is_slow = dtype.itemsize == 2 and (layer.is_coded or product_dtype(call.inputs) is not dtype)
-    return 0 < call.rows <= (most_rows(layer, dtype) if is_slow else MAX_ROWS) and knows_linear(layer, dtype)
+    most = most_rows(layer, dtype) if is_slow else MAX_ROWS
+    return 0 < call.rows and (most is None or call.rows <= most) and knows_linear(layer, dtype)
 
 
-def most_rows(layer: LinearLayer, dtype: torch.dtype) -> int:
-    """The most rows that `linear` multiplies with codes faster than PyTorch with decoded weights."""
-    has_fast_codes = isinstance(layer.weights, GroupCodes) and dtype is torch.bfloat16
-    has_fast_codes = has_fast_codes and instruction_set() == "avx512_bf16"
-    return MOST_ROWS if has_fast_codes and not torch.cpu._is_amx_tile_supported() else MANY_ROWS
+def most_rows(layer: LinearLayer, dtype: torch.dtype) -> int | None:
+    """The most rows that `linear` multiplies with codes faster than PyTorch with decoded weights (None: any number)."""
+    has_tiles = torch.cpu._is_amx_tile_supported()
+    return None if has_digits(layer, dtype) and not has_tiles else MANY_ROWS
+
+
+def has_digits(layer: LinearLayer, dtype: torch.dtype) -> bool:
+    """Return True if inputs and codes are multiplied as whole numbers of 8 bits by VNNI."""
+    is_grouped = isinstance(layer.weights, GroupCodes) and dtype is torch.bfloat16
+    return is_grouped and instruction_set() == "avx512_bf16"
+
+
+def rows_at_once(layer: LinearLayer, dtype: torch.dtype) -> int:
+    """The most inputs that the compiled module takes at once, which bounds its scratch memory."""
+    return MAX_DIGIT_ROWS if has_digits(layer, dtype) else MAX_ROWS
 
 
 def knows_linear(layer: LinearLayer, dtype: torch.dtype) -> bool:
@@ -259,8 +270,9 @@ def linear(call: LinearInput) -> LinearOutputs:
     dtype, scales = inputs.dtype, None if layer.scales is None else layer.scales.contiguous()
     result = inputs.new_empty(*inputs.shape[:-1], layer.out_features)
     arguments, own = linear_arguments(layer, dtype, scales), FLOATS[dtype]
-    for first in range(0, call.rows, MAX_ROWS):
-        rows = min(MAX_ROWS, call.rows - first)
+    step = rows_at_once(layer, dtype)
+    for first in range(0, call.rows, step):
+        rows = min(step, call.rows - first)
         read = inputs.data_ptr() + first * layer.in_features * inputs.itemsize
         written = result.data_ptr() + first * layer.out_features * inputs.itemsize
         _native.linear(arguments, rows, own, read, written, instruction_set(), threads)

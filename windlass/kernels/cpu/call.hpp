@@ -317,7 +317,12 @@ struct Linear {
     int columns, middle;
     const std::uint8_t *supers;
     const std::uint8_t *added = nullptr;  // (tokens, out) in `float_format`: added to the result once that is rounded
+    bool has_inputs = false;              // in scratch, as a layer that `shares_inputs` has left them there
 
+    // True if both, of the same inputs, may put them into scratch in the same form.
+    bool shares_inputs(const Linear &other) const {
+        return pairs && other.pairs && in == other.in && group == other.group && format == other.format;
+    }
     // Floats of scratch: the inputs in float32, as digits, or as parts of bfloat16, and numbers of each token.
     std::size_t scratch() const { return std::size_t(tokens) * (2 * std::size_t(in) + 64); }
 };

@@ -256,7 +256,7 @@ class ThreadChoice:
 
 @final
 class FewTokens:
-    """`reference_layer` for the same layer, pass after pass, for up to `most_tokens` tokens, all rows counted.
+    """`reference_layer` for the same layer, pass after pass, for up to `most_tokens` (None: any number), all rows counted.
 
     Call it only while the layer's weights have the memory that they had. The result of a token does not depend on the
     other tokens.
@@ -267,9 +267,12 @@ class FewTokens:
         self._kept = scales  # the compiled module reads their memory
         self.threads = defaultdict[int, ThreadChoice](ThreadChoice)  # by the number of rows
         self.head_dim = layer.head_dim
-        self.most_tokens = cpu.FLOAT_ROWS if dtype is torch.bfloat16 else cpu.MAX_ROWS
+        bounds = [cpu.FLOAT_ROWS if dtype is torch.bfloat16 else cpu.MAX_ROWS]
         if all(each.is_coded for each in layer.linears):
-            self.most_tokens = min(cpu.most_rows(each, dtype) for each in layer.linears)
+            most = (cpu.most_rows(each, dtype) for each in layer.linears)
+            bounds = [each for each in most if each is not None]
+        self.most_tokens = min(bounds, default=None)
+        self._at_once = min(cpu.rows_at_once(each, dtype) for each in layer.linears)
         self.heads = [each.out_features // layer.head_dim for each in (layer.query, layer.key, layer.value)]
         linears = zip(layer.linears, scales, strict=True)
         first, second, of_queries, of_keys = (norm_arguments(each) for each in layer.norms)
@@ -306,25 +309,25 @@ class FewTokens:
     def before_attention(self, hidden: Hidden) -> tuple[Queries, NewKeys, NewValues]:
         """See `reference_layer.before_attention`. `hidden` is contiguous."""
         states, threads = self.states(hidden), torch.get_num_threads()
-        for tokens, (own, *to) in _slices([hidden, *(each.transpose(1, 2) for each in states)]):
+        for tokens, (own, *to) in self._slices([hidden, *(each.transpose(1, 2) for each in states)]):
             self.native.before(tokens, own, (to[0], to[1], to[2]), threads)
         return states
 
     def after_attention(self, hidden: Hidden, attended: AttendedTokens) -> Hidden:
         """See `reference_layer.after_attention`. Both are contiguous."""
         result, threads = torch.empty_like(hidden), torch.get_num_threads()
-        for tokens, (own, its, to) in _slices([hidden, attended, result]):
+        for tokens, (own, its, to) in self._slices([hidden, attended, result]):
             self.native.after(tokens, own, its, to, threads)
         return result
 
-
-def _slices(tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[int]]]:
-    """The number of tokens and the addresses of slices of contiguous tensors (batch, tokens, ...), MAX_ROWS at most."""
-    batch, tokens = tensors[0].shape[:2]
-    sizes = [each.nbytes // (batch * tokens) for each in tensors]
-    for first in range(0, batch * tokens, cpu.MAX_ROWS):
-        addresses = [each.data_ptr() + first * size for each, size in zip(tensors, sizes, strict=True)]
-        yield min(cpu.MAX_ROWS, batch * tokens - first), addresses
+    def _slices(self, tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[int]]]:
+        """Tokens that the compiled module takes at once, and the addresses of the slices of contiguous tensors (batch,
+        tokens, ...) that they have."""
+        batch, tokens = tensors[0].shape[:2]
+        sizes = [each.nbytes // (batch * tokens) for each in tensors]
+        for first in range(0, batch * tokens, self._at_once):
+            addresses = [each.data_ptr() + first * size for each, size in zip(tensors, sizes, strict=True)]
+            yield min(self._at_once, batch * tokens - first), addresses
 
 
 @dataclass(frozen=True, eq=False)

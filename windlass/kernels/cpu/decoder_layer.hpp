@@ -12,12 +12,6 @@ inline Floats lanes_of(const std::uint8_t *from, std::int64_t i, int count) {
     return Row<F>::lanes(last, 0, 0);
 }
 template <Format F>
-inline Floats rounded_lanes(Floats v) {
-    if constexpr (F == Format::bfloat16) return bits_of(narrow<F>((Words)v) << 16);
-    if constexpr (F == Format::float16) return from_halves(narrow<F>((Words)v));
-    return v;
-}
-template <Format F>
 inline void put_lanes(std::uint8_t *to, std::int64_t i, Floats v, int count) {
     if (count >= LANES) return store_rounded<F>(to + i * (F == Format::float32 ? 4 : 2), v);
     for (int lane = 0; lane < count; ++lane) put(F, to, i + lane, v[lane]);
@@ -64,10 +58,11 @@ inline void gated(DecoderLayer::Activation activation, std::uint8_t *gate, const
     }
 }
 
-// A linear layer of `tokens`, by all threads, which meet after it.
+// A linear layer of `tokens`, by all threads, which meet after it. `before`: the latest layer, of the same inputs.
 inline void product(Linear layer, int tokens, const std::uint8_t *inputs, std::uint8_t *result, float *scratch,
-                    const std::uint8_t *added = nullptr) {
+                    const std::uint8_t *added = nullptr, const Linear *before = nullptr) {
     layer.tokens = tokens, layer.inputs = inputs, layer.result = result, layer.added = added;
+    layer.has_inputs = before && layer.shares_inputs(*before);
     linear_part(layer, scratch);
 #pragma omp barrier
 }
@@ -93,8 +88,8 @@ void before_attention(const DecoderLayer &layer, const BeforeAttention &call, fl
     {
         norm_all<F>(layer.first, call.hidden, normed, call.tokens);
         product(layer.queries, call.tokens, normed, call.queries, rest);
-        product(layer.keys, call.tokens, normed, call.keys, rest);
-        product(layer.values, call.tokens, normed, call.values, rest);
+        product(layer.keys, call.tokens, normed, call.keys, rest, nullptr, &layer.queries);
+        product(layer.values, call.tokens, normed, call.values, rest, nullptr, &layer.keys);
         if (of_queries.weights)
             norm_all<F>(of_queries, call.queries, call.queries,
                         std::int64_t(call.tokens) * (layer.queries.out / of_queries.width));
@@ -116,7 +111,7 @@ void after_attention(const DecoderLayer &layer, const AfterAttention &call, floa
         product(layer.output, call.tokens, call.attended, middle, rest, call.hidden);
         norm_all<F>(layer.second, middle, normed, call.tokens);
         product(layer.gate, call.tokens, normed, gate, rest);
-        product(layer.up, call.tokens, normed, up, rest);
+        product(layer.up, call.tokens, normed, up, rest, nullptr, &layer.gate);
         gated<F>(layer.activation, gate, up, std::int64_t(call.tokens) * layer.down.in);
         product(layer.down, call.tokens, gate, call.result, rest, middle);
     }

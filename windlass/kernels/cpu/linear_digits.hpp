@@ -1,34 +1,41 @@
 // Linear layers of codes in groups, see `linear_groups.hpp`, in whole numbers, for inputs of bfloat16. Included by
 // `linear.cpp`.
 //
-// Each run of a token's inputs, 32 or 16 of one group, shares a scale, by which the largest of them is 127 * 256. Its
-// inputs are rounded to whole numbers, which is finer than bfloat16 but for those far below the largest. Products of
-// codes and inputs add up without rounding.
+// Each run of a token's inputs, 32 or 16 of one group, shares a scale, by which the largest of them is 127, and is rounded
+// to whole numbers. Where one input is far larger than most of the token, the others of its run would be lost: such a run
+// is rounded to 256ths of these numbers, which is finer than bfloat16. Products of codes and inputs add up without rounding.
 
 constexpr int RUN = 32;  // most inputs that share a scale
 inline int run_of(const Linear &call) { return call.group % RUN ? RUN / 2 : RUN; }
 
-// Writes `sums`: inputs of T tokens in a run times the codes of a block. Codes of 4 bits count from 0.
-// A token has `stride` inputs: as `wholes`, and as `digits` of 8 bits, all high ones (x + 128 >> 8) before all low ones.
-// `totals`: the sums of each token's inputs.
-struct RunInputs {
-    const std::int16_t *wholes;
-    const std::int8_t *digits;
-    std::int64_t stride;
-    const std::int32_t *totals;
+struct RunScale {
+    float scale;             // of a 256th
+    std::int32_t high, low;  // sums of the digits
+    bool is_fine;
 };
+// Inputs of some tokens in a run, each `stride` behind the one before: as whole numbers, or as digits of 8 bits.
+template <class Whole>
+struct RunInputs {
+    const Whole *first;
+    std::int64_t stride;
+};
+
+// `multiply` writes `sums`: inputs of T tokens in a run times the codes of a block, less an excess. UNIT: 256ths that an
+// input counts, so that sums of low digits are to be added where it is 256.
 template <Format CODES, int BLOCK>
 struct RunSums;
 template <int BLOCK>
 struct RunSums<Format::int4, BLOCK> {
-    static constexpr int ROW_BYTES = BLOCK / 2;
+    static constexpr int ROW_BYTES = BLOCK / 2, UNIT = 1, VECTORS = BLOCK / LANES;
+    typedef std::int16_t Whole;
+    static void in_order(Floats *) {}
 #if defined(__AVX2__)
     static constexpr int CHUNK = 16, PARTS = 2;  // bytes at once, codes of a byte
 
     // Two inputs of an output stand in a lane.
     template <int T>
-    __attribute__((always_inline)) static void multiply(const std::uint8_t *codes, const RunInputs &inputs, int run,
-                                                        Ints (&sums)[T][BLOCK / LANES]) {
+    __attribute__((always_inline)) static void multiply(const std::uint8_t *codes, int run, RunInputs<Whole> inputs,
+                                                        const std::int32_t (&excess)[T], Floats (&sums)[T][VECTORS]) {
         UNROLLED for (int chunk = 0; chunk < ROW_BYTES; chunk += CHUNK) {
             __m256i own[T][PARTS][2];
             UNROLLED for (int t = 0; t < T; ++t)
@@ -40,7 +47,7 @@ struct RunSums<Format::int4, BLOCK> {
                 const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
                 UNROLLED for (int t = 0; t < T; ++t) {
                     int two;
-                    __builtin_memcpy(&two, inputs.wholes + t * inputs.stride + k, 4);
+                    __builtin_memcpy(&two, inputs.first + t * inputs.stride + k, 4);
                     const __m256i x = _mm256_set1_epi32(two);
                     UNROLLED for (int part = 0; part < PARTS; ++part) {
                         own[t][part][0] = _mm256_add_epi32(own[t][part][0], _mm256_madd_epi16(code(low, part), x));
@@ -52,7 +59,7 @@ struct RunSums<Format::int4, BLOCK> {
                 UNROLLED for (int part = 0; part < PARTS; ++part) {
                     const __m256i first = _mm256_permute2x128_si256(own[t][part][0], own[t][part][1], 0x20);
                     const __m256i second = _mm256_permute2x128_si256(own[t][part][0], own[t][part][1], 0x31);
-                    put(sums[t], (part * (BLOCK / 2) + chunk) / LANES, first, second);
+                    put(sums[t] + (part * (BLOCK / 2) + chunk) / LANES, first, second, excess[t]);
                 }
         }
     }
@@ -62,102 +69,98 @@ struct RunSums<Format::int4, BLOCK> {
     static __m256i code(__m256i words, int part) {
         return _mm256_and_si256(part ? _mm256_srli_epi16(words, 4) : words, _mm256_set1_epi16(15));
     }
-    static void put(Ints *to, int at, __m256i first, __m256i second) {
+    static void put(Floats *to, __m256i first, __m256i second, std::int32_t excess) {
 #if defined(__AVX512F__)
-        to[at] = (Ints)_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+        to[0] = floats((Ints)_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1) - excess);
 #else
-        to[at] = (Ints)first, to[at + 1] = (Ints)second;
+        to[0] = floats((Ints)first - excess), to[1] = floats((Ints)second - excess);
 #endif
     }
+    static Floats floats(Ints sums) { return __builtin_convertvector(sums, Floats); }
 #else
     template <int T>
-    __attribute__((always_inline)) static void multiply(const std::uint8_t *codes, const RunInputs &inputs, int run,
-                                                        Ints (&sums)[T][BLOCK / LANES]) {
-        std::int32_t own[T][BLOCK] = {};
+    __attribute__((always_inline)) static void multiply(const std::uint8_t *codes, int run, RunInputs<Whole> inputs,
+                                                        const std::int32_t (&excess)[T], Floats (&sums)[T][VECTORS]) {
+        std::int32_t own[T][BLOCK];
+        for (int t = 0; t < T; ++t)
+            for (int n = 0; n < BLOCK; ++n) own[t][n] = -excess[t];
         for (int k = 0; k < run; ++k) {
             const std::uint8_t *row = codes + k * ROW_BYTES;
             for (int t = 0; t < T; ++t) {
-                const std::int32_t x = inputs.wholes[t * inputs.stride + k];
+                const std::int32_t x = inputs.first[t * inputs.stride + k];
                 for (int n = 0; n < ROW_BYTES; ++n)
                     own[t][n] += (row[n] & 15) * x, own[t][n + ROW_BYTES] += (row[n] >> 4) * x;
             }
         }
-        __builtin_memcpy(sums, own, sizeof own);
+        for (int t = 0; t < T; ++t)
+            for (int i = 0; i < VECTORS; ++i) sums[t][i] = __builtin_convertvector(load<Ints>(own[t] + i * LANES), Floats);
     }
 #endif
 };
 
 #if defined(__AVX512VNNI__)
-// Four inputs of an output stand in a lane.
+// Four inputs of an output stand in a lane. Vectors of outputs are those of `read`.
 template <Format CODES>
 struct RunSumsOf64 {
     static constexpr int BLOCK = 64, ROW_BYTES = CODES == Format::int4 ? BLOCK / 2 : BLOCK, VECTORS = 4;
     // Bytes of codes that are asked for before they are read: into the nearest cache, and into the next one.
-    static constexpr int SOON = 512, LATER = 8192;
+    static constexpr int SOON = 512, LATER = 8192, UNIT = 256;
+    typedef std::int8_t Whole;
+    typedef __m512i Quads[VECTORS];  // codes of four inputs as the instruction takes them
 
     template <int T>
-    __attribute__((noinline)) static void multiply(const std::uint8_t *codes, const RunInputs &inputs, int run,
-                                                   Ints (&sums)[T][VECTORS]) {
-        __m512i high[T][VECTORS], low[T][VECTORS];
-        UNROLLED for (int t = 0; t < T; ++t)
-            UNROLLED for (int i = 0; i < VECTORS; ++i) high[t][i] = low[t][i] = _mm512_setzero_si512();
-        for (int k = 0; k < run; k += 4) {
-            const std::uint8_t *row = codes + k * ROW_BYTES;
-            UNROLLED for (int line = 0; line < 4 * ROW_BYTES; line += LINE)
-                __builtin_prefetch(row + SOON + line), __builtin_prefetch(row + LATER + line, 0, 2);
-            __m512i quads[VECTORS];
-            read(row, quads);
-            UNROLLED for (int t = 0; t < T; ++t) {
-                const std::int8_t *digits = inputs.digits + 2 * t * inputs.stride + k;
-                const __m512i x = four(digits), y = four(digits + inputs.stride);
-                UNROLLED for (int i = 0; i < VECTORS; ++i) {
-                    add_products(high[t][i], quads[i], x);
-                    add_products(low[t][i], quads[i], y);
-                }
-            }
-        }
-        UNROLLED for (int t = 0; t < T; ++t) {
-            __m512i own[VECTORS];
-            UNROLLED for (int i = 0; i < VECTORS; ++i) own[i] = _mm512_add_epi32(_mm512_slli_epi32(high[t][i], 8), low[t][i]);
-            if constexpr (CODES == Format::int8) in_order(own, inputs.totals[t]);
-            UNROLLED for (int i = 0; i < VECTORS; ++i) sums[t][i] = (Ints)own[i];
-        }
+    __attribute__((noinline)) static void multiply(const std::uint8_t *codes, int run, RunInputs<Whole> inputs,
+                                                   const std::int32_t (&excess)[T], Floats (&sums)[T][VECTORS]) {
+        multiply<T>([&](int k, Quads &quads) __attribute__((always_inline)) { ask(codes + k * ROW_BYTES), read(codes + k * ROW_BYTES, quads); },
+                    run, inputs, excess, sums);
+    }
+    // As this, of codes that were unpacked once for many tokens.
+    template <int T>
+    __attribute__((always_inline)) static void multiply(const Quads *unpacked, int run, RunInputs<Whole> inputs,
+                                                        const std::int32_t (&excess)[T], Floats (&sums)[T][VECTORS]) {
+        multiply<T>([&](int k, Quads &quads) __attribute__((always_inline)) {
+            UNROLLED for (int i = 0; i < VECTORS; ++i) quads[i] = unpacked[k / 4][i];
+        }, run, inputs, excess, sums);
+    }
+    static void unpack(const std::uint8_t *codes, int run, Quads *to) {
+        for (int k = 0; k < run; k += 4) ask(codes + k * ROW_BYTES), read(codes + k * ROW_BYTES, to[k / 4]);
     }
 
-    // Codes of a run as the instruction takes them, for many tokens.
-    static void unpack(const std::uint8_t *codes, int run, __m512i (*quads)[VECTORS]) {
-        for (int k = 0; k < run; k += 4) {
-            const std::uint8_t *row = codes + k * ROW_BYTES;
-            UNROLLED for (int line = 0; line < 4 * ROW_BYTES; line += LINE)
-                __builtin_prefetch(row + SOON + line), __builtin_prefetch(row + LATER + line, 0, 2);
-            read(row, quads[k / 4]);
-        }
-    }
-    // As `multiply`, of unpacked codes: all high digits first, so that a token needs one sum for each of its outputs.
-    template <int T>
-    __attribute__((always_inline)) static void multiply_unpacked(const __m512i (*quads)[VECTORS], const RunInputs &inputs, int run,
-                                                                 Ints (&sums)[T][VECTORS]) {
-        __m512i own[T][VECTORS];
-        UNROLLED for (int t = 0; t < T; ++t)
-            UNROLLED for (int i = 0; i < VECTORS; ++i) own[t][i] = _mm512_setzero_si512();
-        const auto add = [&](const std::int8_t *digits) __attribute__((always_inline)) {
-            for (int k = 0; k < run; k += 4)
-                UNROLLED for (int t = 0; t < T; ++t) {
-                    const __m512i x = four(digits + 2 * t * inputs.stride + k);
-                    UNROLLED for (int i = 0; i < VECTORS; ++i) add_products(own[t][i], quads[k / 4][i], x);
-                }
-        };
-        add(inputs.digits);
-        UNROLLED for (int t = 0; t < T; ++t)
-            UNROLLED for (int i = 0; i < VECTORS; ++i) own[t][i] = _mm512_slli_epi32(own[t][i], 8);
-        add(inputs.digits + inputs.stride);
-        UNROLLED for (int t = 0; t < T; ++t) {
-            if constexpr (CODES == Format::int8) in_order(own[t], inputs.totals[t]);
-            UNROLLED for (int i = 0; i < VECTORS; ++i) sums[t][i] = (Ints)own[t][i];
-        }
+    // Puts the outputs of a block in order, or, once more, in the order of the vectors: of codes of 8 bits, quarter q of
+    // vector i has the outputs from 16 * q + 4 * i on.
+    static void in_order(Floats *to) {
+        if constexpr (CODES == Format::int4) return;
+        __m512i v[VECTORS];
+        UNROLLED for (int i = 0; i < VECTORS; ++i) v[i] = (__m512i)to[i];
+        const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
+        const __m512i c = _mm512_shuffle_i32x4(v[0], v[1], 0xee), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
+        to[0] = (Floats)_mm512_shuffle_i32x4(a, b, 0x88), to[1] = (Floats)_mm512_shuffle_i32x4(a, b, 0xdd);
+        to[2] = (Floats)_mm512_shuffle_i32x4(c, d, 0x88), to[3] = (Floats)_mm512_shuffle_i32x4(c, d, 0xdd);
     }
 
   private:
+    // The instruction takes codes without sign, so that 128 is added to those of 8 bits.
+    template <int T, class Next>
+    __attribute__((always_inline)) static void multiply(Next next, int run, RunInputs<Whole> inputs, const std::int32_t (&excess)[T],
+                                                        Floats (&sums)[T][VECTORS]) {
+        __m512i own[T][VECTORS];
+        UNROLLED for (int t = 0; t < T; ++t)
+            UNROLLED for (int i = 0; i < VECTORS; ++i) own[t][i] = _mm512_set1_epi32(-excess[t]);
+        for (int k = 0; k < run; k += 4) {
+            Quads quads;
+            next(k, quads);
+            UNROLLED for (int t = 0; t < T; ++t) {
+                const __m512i x = four(inputs.first + t * inputs.stride + k);
+                UNROLLED for (int i = 0; i < VECTORS; ++i) add_products(own[t][i], quads[i], x);
+            }
+        }
+        UNROLLED for (int t = 0; t < T; ++t)
+            UNROLLED for (int i = 0; i < VECTORS; ++i) sums[t][i] = (Floats)_mm512_cvtepi32_ps(own[t][i]);
+    }
+    static void ask(const std::uint8_t *row) {
+        UNROLLED for (int line = 0; line < 4 * ROW_BYTES; line += LINE)
+            __builtin_prefetch(row + SOON + line), __builtin_prefetch(row + LATER + line, 0, 2);
+    }
     // Not by the intrinsic, for which GCC 12 copies each sum twice.
     __attribute__((always_inline)) static void add_products(__m512i &sum, __m512i codes, __m512i x) {
         asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
@@ -167,7 +170,7 @@ struct RunSumsOf64 {
         __builtin_memcpy(&word, digits, 4);
         return _mm512_set1_epi32(word);
     }
-    __attribute__((always_inline)) static void read(const std::uint8_t *row, __m512i (&quads)[VECTORS]) {
+    __attribute__((always_inline)) static void read(const std::uint8_t *row, Quads &quads) {
         if constexpr (CODES == Format::int4) {
             alignas(LINE) static const std::uint8_t TWO_ROWS[64] = {
                 0,  32, 1,  33, 2,  34, 3,  35, 16, 48, 17, 49, 18, 50, 19, 51, 4,  36, 5,  37, 6,  38,
@@ -181,7 +184,7 @@ struct RunSumsOf64 {
             quads[2] = _mm512_and_si512(_mm512_srli_epi16(first, 4), nibble);
             quads[3] = _mm512_and_si512(_mm512_srli_epi16(second, 4), nibble);
         } else {
-            const __m512i sign = _mm512_set1_epi8(char(0x80));  // the instruction takes codes without sign: 128 is added
+            const __m512i sign = _mm512_set1_epi8(char(0x80));
             __m512i rows[4];
             UNROLLED for (int i = 0; i < 4; ++i) rows[i] = _mm512_xor_si512(_mm512_loadu_si512(row + i * ROW_BYTES), sign);
             const __m512i a = _mm512_unpacklo_epi8(rows[0], rows[1]), b = _mm512_unpacklo_epi8(rows[2], rows[3]);
@@ -189,14 +192,6 @@ struct RunSumsOf64 {
             quads[0] = _mm512_unpacklo_epi16(a, b), quads[1] = _mm512_unpackhi_epi16(a, b);
             quads[2] = _mm512_unpacklo_epi16(c, d), quads[3] = _mm512_unpackhi_epi16(c, d);
         }
-    }
-    // Of codes of 8 bits, quarter q of vector i has the outputs from 16 * q + 4 * i on.
-    static void in_order(__m512i *v, std::int32_t total) {
-        const __m512i a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[2], v[3], 0x44);
-        const __m512i c = _mm512_shuffle_i32x4(v[0], v[1], 0xee), d = _mm512_shuffle_i32x4(v[2], v[3], 0xee);
-        v[0] = _mm512_shuffle_i32x4(a, b, 0x88), v[1] = _mm512_shuffle_i32x4(a, b, 0xdd);
-        v[2] = _mm512_shuffle_i32x4(c, d, 0x88), v[3] = _mm512_shuffle_i32x4(c, d, 0xdd);
-        UNROLLED for (int i = 0; i < VECTORS; ++i) v[i] = _mm512_sub_epi32(v[i], _mm512_set1_epi32(128 * total));
     }
 };
 template <>
@@ -207,11 +202,14 @@ struct RunSums<Format::int8, 64> : RunSumsOf64<Format::int8> {};
 
 template <Format CODES, int BLOCK>
 class DigitGroups {
+    using Sums = RunSums<CODES, BLOCK>;
     static constexpr std::uint32_t INFINITE = 0x7f800000u;
-    static constexpr float SMALLEST = 0x1p-100f, LARGEST = 127 * 256;  // of a run's largest input, before and after rounding
+    static constexpr float SMALLEST = 0x1p-100f;  // of a run's largest input
+    static constexpr float OUTLIER = 6;  // times the root of the mean of the token's squares: a larger input makes its run fine
     static constexpr float ROUNDER = 0x1.8p23f;  // added to a small float, it leaves a whole number in the last bits
-    static constexpr int ROW_BYTES = RunSums<CODES, BLOCK>::ROW_BYTES, VECTORS = BLOCK / LANES;
+    static constexpr int ROW_BYTES = Sums::ROW_BYTES, VECTORS = BLOCK / LANES;
     static constexpr int AHEAD_GROUPS = 8;  // whose scales are decoded at once
+    typedef Floats Pairs[2][VECTORS];       // scales and zeros of a block's outputs
 
   public:
     DigitGroups(const Linear &call, float *scratch)
@@ -219,18 +217,20 @@ class DigitGroups {
           call(call),
           length(run_of(call)),
           runs(call.in / length),
-          scales(shared.rest()),
-          totals(reinterpret_cast<std::int32_t *>(scales + std::int64_t(call.tokens) * runs)),
-          wholes(reinterpret_cast<std::int16_t *>(totals + std::int64_t(call.tokens) * runs)),
+          in_group(call.group / length),
+          scales(reinterpret_cast<RunScale *>(shared.rest())),
+          wholes(reinterpret_cast<std::int16_t *>(scales + std::int64_t(call.tokens) * runs)),
           digits(reinterpret_cast<std::int8_t *>(wholes + std::int64_t(call.tokens) * call.in)) {}
 
     void run() {
+        if (!call.has_inputs) {
 #pragma omp for schedule(static)
-        for (int token = 0; token < call.tokens; ++token) round(token);
+            for (int token = 0; token < call.tokens; ++token) round(token);
+        }
 #if defined(__AVX512VNNI__)
         if constexpr (BLOCK == 64)
             if (call.tokens > FEW) {
-#pragma omp for schedule(static) nowait
+#pragma omp for schedule(static) collapse(2) nowait
                 for (int block = 0; block < blocks_of(call); ++block)
                     for (int token = 0; token < call.tokens; token += MOST)
                         outputs_of_many(block, token, std::min(MOST, call.tokens - token));
@@ -245,115 +245,127 @@ class DigitGroups {
         Floats results[T][VECTORS];
         UNROLLED for (int t = 0; t < T; ++t)
             UNROLLED for (int i = 0; i < VECTORS; ++i) results[t][i] = Floats{};
-        alignas(LINE) float pairs[AHEAD_GROUPS][2][BLOCK];
+        Pairs pairs[AHEAD_GROUPS];
         for (int g = 0; g < shared.groups; ++g) {
             if (g % AHEAD_GROUPS == 0) read_pairs_of(block, g, pairs);
-            const auto &[group_scales, zeros] = pairs[g % AHEAD_GROUPS];
-            if (call.columns == 2)
-                UNROLLED for (int t = 0; t < T; ++t)
-                    UNROLLED for (int i = 0; i < VECTORS; ++i)
-                        results[t][i] += load<Floats>(zeros + i * LANES) * shared.sums[std::int64_t(token + t) * shared.groups + g];
-            for (int first = g * call.group; first < (g + 1) * call.group; first += length)
-                add_run<T>(shared.codes(block) + std::int64_t(first) * ROW_BYTES, token, first, group_scales, results);
+            for (int r = g * in_group; r < (g + 1) * in_group; ++r) {
+                const std::uint8_t *codes = codes_of(block, r);
+                constexpr int AT_ONCE = T < 2 ? T : 2;  // tokens whose sums the registers hold
+                UNROLLED for (int t = 0; t < T; t += AT_ONCE) add_run<AT_ONCE>(codes, token + t, r, zeros_of(token + t, r), pairs[g % AHEAD_GROUPS], results + t);
+            }
         }
-        UNROLLED for (int t = 0; t < T; ++t) {
-            alignas(LINE) float sums[BLOCK];
-            UNROLLED for (int i = 0; i < VECTORS; ++i) store(sums + i * LANES, results[t][i]);
-            put_results(call, block * BLOCK, token + t, sums, BLOCK);
-        }
+        UNROLLED for (int t = 0; t < T; ++t) put(block, token + t, results[t]);
     }
 
   private:
-    static constexpr int FEW = 4, MOST = 16;  // more tokens than FEW share unpacked codes, MOST at once
+    static constexpr int FEW = 4, MOST = 64;  // more tokens than FEW share unpacked codes, MOST at once
     Grouped<Format::bfloat16> shared;
     const Linear &call;
-    const int length, runs;  // inputs of a run
-    float *scales;           // (tokens, runs)
-    std::int32_t *totals;    // (tokens, runs)
+    const int length, runs, in_group;  // inputs of a run, and runs of a token and of a group
+    RunScale *scales;        // (tokens, runs)
     std::int16_t *wholes;    // (tokens, in)
     std::int8_t *digits;     // (tokens, 2, in)
 
-    template <int T>
-    __attribute__((always_inline)) void add_run(const std::uint8_t *codes, int token, int first, const float *group_scales,
-                                                Floats (&results)[T][VECTORS]) {
-        constexpr int AT_ONCE = T < 2 ? T : 2;  // tokens whose sums the registers hold
-        UNROLLED for (int t = 0; t < T; t += AT_ONCE) {
-            Ints sums[AT_ONCE][VECTORS];
-            std::int32_t added[AT_ONCE];
-            const std::int64_t at = token + t;
-            UNROLLED for (int i = 0; i < AT_ONCE; ++i) added[i] = totals[(at + i) * runs + first / length];
-            const RunInputs inputs{wholes + at * call.in + first, digits + 2 * at * call.in + first, call.in, added};
-            RunSums<CODES, BLOCK>::template multiply<AT_ONCE>(codes, inputs, length, sums);
-            UNROLLED for (int i = 0; i < AT_ONCE; ++i) {
-                const float scale = scales[(at + i) * runs + first / length];
-                const std::int32_t excess = CODES == Format::int4 ? call.middle * added[i] : 0;
-                UNROLLED for (int v = 0; v < VECTORS; ++v)
-                    results[t + i][v] += __builtin_convertvector(sums[i][v] - excess, Floats) * (load<Floats>(group_scales + v * LANES) * scale);
-            }
+    const std::uint8_t *codes_of(int block, int run) const { return shared.codes(block) + std::int64_t(run) * length * ROW_BYTES; }
+
+    // Adds a run of T tokens. `codes`: as they lie, or unpacked. `zeros`: of `zeros_of`, from the first of them on.
+    template <int T, class Codes>
+    __attribute__((always_inline)) void add_run(const Codes *codes, std::int64_t token, int run, const float *zeros, const Pairs &pairs,
+                                                Floats (*results)[VECTORS]) const {
+        const RunScale *own = scales + token * runs + run;
+        const int added = CODES == Format::int4 ? call.middle : 128;  // to each code
+        Floats sums[T][VECTORS];
+        std::int32_t excess[T];
+        if constexpr (Sums::UNIT == 1) {
+            UNROLLED for (int t = 0; t < T; ++t) excess[t] = added * (own[t * runs].high * 256 + own[t * runs].low);
+            Sums::template multiply<T>(codes, length, {wholes + token * call.in + run * length, call.in}, excess, sums);
+        } else {
+            const std::int8_t *first = digits + 2 * token * call.in + run * length;
+            UNROLLED for (int t = 0; t < T; ++t) excess[t] = added * own[t * runs].high;
+            Sums::template multiply<T>(codes, length, {first, 2 * std::int64_t(call.in)}, excess, sums);
+            UNROLLED for (int t = 0; t < T; ++t)
+                if (own[t * runs].is_fine) {
+                    Floats lows[1][VECTORS];
+                    const std::int32_t its[] = {added * own[t * runs].low};
+                    Sums::template multiply<1>(codes, length, {first + (2 * t + 1) * std::int64_t(call.in), 0}, its, lows);
+                    UNROLLED for (int i = 0; i < VECTORS; ++i) sums[t][i] += lows[0][i] * (1.0f / Sums::UNIT);
+                }
         }
+        const auto add = [&](auto has_zeros) __attribute__((always_inline)) {
+            UNROLLED for (int t = 0; t < T; ++t) {
+                const float scale = own[t * runs].scale * Sums::UNIT, zero = has_zeros ? zeros[t * shared.groups] : 0;
+                UNROLLED for (int i = 0; i < VECTORS; ++i) {
+                    Floats result = results[t][i];
+                    if constexpr (has_zeros) result = fused(pairs[1][i], all(zero), result);
+                    results[t][i] = fused(sums[t][i], pairs[0][i] * scale, result);
+                }
+            }
+        };
+        if (zeros)
+            add(std::true_type{});
+        else
+            add(std::false_type{});
+    }
+    // The sums of a token's rounded inputs by group, if zeros count and a group begins with the run.
+    const float *zeros_of(std::int64_t token, int run) const {
+        if (call.columns != 2 || run % in_group) return nullptr;
+        return shared.sums + token * shared.groups + run / in_group;
+    }
+    void put(int block, int token, Floats (&results)[VECTORS]) const {
+        Sums::in_order(results);
+        const int first = block * BLOCK;
+        if (first + BLOCK <= call.out && !call.bias) {
+            const std::int64_t at = (std::int64_t(token) * call.out + first) * 2;
+            UNROLLED for (int i = 0; i < VECTORS; ++i) {
+                Floats own = rounded_lanes<Format::bfloat16>(results[i]);
+                if (call.added) own += Row<Format::bfloat16>::lanes(call.added + at, i * LANES, 0);
+                store_rounded<Format::bfloat16>(call.result + at + i * LANES * 2, own);
+            }
+            return;
+        }
+        alignas(LINE) float sums[BLOCK];
+        UNROLLED for (int i = 0; i < VECTORS; ++i) store(sums + i * LANES, results[i]);
+        put_results(call, block * BLOCK, token, sums, BLOCK);
     }
 
 #if defined(__AVX512VNNI__)
     // As `outputs`, of many tokens: the codes of a run are unpacked once for all of them.
     void outputs_of_many(int block, int token, int count) {
         Floats results[MOST][VECTORS];
-        __m512i quads[RUN / 4][VECTORS];
+        typename Sums::Quads quads[RUN / 4];
         for (int t = 0; t < count; ++t)
             UNROLLED for (int i = 0; i < VECTORS; ++i) results[t][i] = Floats{};
-        alignas(LINE) float pairs[AHEAD_GROUPS][2][BLOCK];
-        for (int g = 0; g < shared.groups; ++g) {
-            if (g % AHEAD_GROUPS == 0) read_pairs_of(block, g, pairs);
-            const int in_group = call.group / length;
-            for (int r = g * in_group; r < (g + 1) * in_group; ++r) {
-                RunSums<CODES, BLOCK>::unpack(shared.codes(block) + std::int64_t(r) * length * ROW_BYTES, length, quads);
-                int t = 0;
-                for (; t + 4 <= count; t += 4) add_unpacked<4>(quads, token + t, r, pairs[g % AHEAD_GROUPS], results + t);
-                if (t + 2 <= count) add_unpacked<2>(quads, token + t, r, pairs[g % AHEAD_GROUPS], results + t), t += 2;
-                if (t < count) add_unpacked<1>(quads, token + t, r, pairs[g % AHEAD_GROUPS], results + t);
-            }
+        Pairs pairs[AHEAD_GROUPS];
+        for (int r = 0; r < runs; ++r) {
+            const int group = r / in_group, ahead = group % AHEAD_GROUPS;
+            if (r % in_group == 0 && ahead == 0) read_pairs_of(block, group, pairs);
+            Sums::unpack(codes_of(block, r), length, quads);
+            add_unpacked(quads, token, count, r, pairs[ahead], results);
         }
-        for (int t = 0; t < count; ++t) {
-            alignas(LINE) float sums[BLOCK];
-            UNROLLED for (int i = 0; i < VECTORS; ++i) store(sums + i * LANES, results[t][i]);
-            put_results(call, block * BLOCK, token + t, sums, BLOCK);
-        }
+        for (int t = 0; t < count; ++t) put(block, token + t, results[t]);
     }
 
-    template <int T>
-    __attribute__((noinline)) void add_unpacked(const __m512i (*quads)[VECTORS], std::int64_t token, int run,
-                                                const float (&pairs)[2][BLOCK], Floats (*results)[VECTORS]) const {
-        const std::int64_t first = std::int64_t(run) * length;
-        Ints sums[T][VECTORS];
-        std::int32_t added[T];
-        UNROLLED for (int t = 0; t < T; ++t) added[t] = totals[(token + t) * runs + run];
-        const RunInputs inputs{wholes + token * call.in + first, digits + 2 * token * call.in + first, call.in, added};
-        RunSums<CODES, BLOCK>::template multiply_unpacked<T>(quads, inputs, length, sums);
-        const int group = int(first / call.group);
-        const bool has_zeros = call.columns == 2 && first % call.group == 0;
-        UNROLLED for (int t = 0; t < T; ++t) {
-            const float scale = scales[(token + t) * runs + run];
-            const float sum = has_zeros ? shared.sums[(token + t) * shared.groups + group] : 0.0f;
-            const std::int32_t excess = CODES == Format::int4 ? call.middle * added[t] : 0;
-            UNROLLED for (int v = 0; v < VECTORS; ++v) {
-                Floats result = results[t][v];
-                if (has_zeros) result += load<Floats>(pairs[1] + v * LANES) * sum;
-                results[t][v] = result + __builtin_convertvector(sums[t][v] - excess, Floats) * (load<Floats>(pairs[0] + v * LANES) * scale);
-            }
-        }
+    template <class Quads>
+    __attribute__((noinline)) void add_unpacked(const Quads *quads, int token, int count, int run, const Pairs &pairs,
+                                                Floats (*results)[VECTORS]) const {
+        const float *zeros = zeros_of(token, run);
+        const auto add = [&](auto at_once) __attribute__((always_inline)) {
+            constexpr int T = at_once;
+            for (; count >= T; count -= T, token += T, results += T, zeros += zeros ? T * std::int64_t(shared.groups) : 0)
+                add_run<T>(quads, token, run, zeros, pairs, results);
+        };
+        add(std::integral_constant<int, 4>{}), add(std::integral_constant<int, 2>{}), add(std::integral_constant<int, 1>{});
     }
 #endif
 
     // Scales and zeros of some groups from `first` on, with the format asked for once.
-    void read_pairs_of(int block, int first, float (*to)[2][BLOCK]) const {
+    void read_pairs_of(int block, int first, Pairs *to) const {
         const auto read = [&](Format format) __attribute__((always_inline)) {
             const int last = std::min(first + AHEAD_GROUPS, shared.groups);
-            for (int g = first; g < last; ++g) {
+            for (int g = first; g < last; ++g, ++to) {
                 shared.prefetch_pairs(block, g + AHEAD_GROUPS);
-                for (int i = 0; i < BLOCK; i += LANES) {
-                    Floats group_scales, zeros;
-                    pairs_of(call, format, g, block * BLOCK + i, group_scales, zeros);
-                    store(to[g - first][0] + i, group_scales), store(to[g - first][1] + i, zeros);
-                }
+                for (int i = 0; i < VECTORS; ++i) pairs_of(call, format, g, block * BLOCK + i * LANES, (*to)[0][i], (*to)[1][i]);
+                Sums::in_order((*to)[0]), Sums::in_order((*to)[1]);
             }
         };
         switch (call.pair_format) {
@@ -369,8 +381,15 @@ class DigitGroups {
     }
 
     void round(int token) {
-        shared.read(token, [](int, Floats) {});
         const std::uint8_t *from = call.inputs + std::int64_t(token) * call.in * 2;
+        Floats squares{};
+        for (int i = 0; i < call.in; i += LANES) {
+            const Floats x = Row<Format::bfloat16>::lanes(from, i, 0);
+            squares += x * x;
+        }
+        const float limit = OUTLIER * std::sqrt(sum_of(squares) / float(call.in));
+        float *sums = shared.sums + std::int64_t(token) * shared.groups;
+        std::fill_n(sums, shared.groups, 0.0f);
         const int vectors = length / LANES;
         for (int r = 0; r < runs; ++r) {
             Floats inputs[RUN / LANES];
@@ -378,29 +397,29 @@ class DigitGroups {
             for (int i = 0; i < vectors; ++i) {
                 inputs[i] = Row<Format::bfloat16>::lanes(from, r * length + i * LANES, 0);
                 const Words size = (Words)inputs[i] & 0x7fffffffu;
-                most = size > most ? size : most;
+                most = larger(size, most);
             }
-            std::uint32_t top = 0;
-            for (int lane = 0; lane < LANES; ++lane) top = std::max(top, std::uint32_t(most[lane]));
+            const std::uint32_t top = top_of(most);
             float largest;
             __builtin_memcpy(&largest, &top, 4);
-            const bool is_finite = top < INFINITE, is_zero = largest < SMALLEST;
-            const std::int64_t at = std::int64_t(token) * runs + r;
-            scales[at] = !is_finite ? NAN : is_zero ? 0.0f : largest / LARGEST;
-            const float by = is_finite && !is_zero ? LARGEST / largest : 0.0f;
-            Ints total{};
+            const bool is_finite = top < INFINITE, is_zero = largest < SMALLEST, is_fine = is_finite && largest > limit;
+            const float steps = is_fine ? 127 * 256 : 127;
+            const float by = is_finite && !is_zero ? steps / largest : 0.0f;
+            Ints highs{}, lows{};
             for (int i = 0; i < vectors; ++i) {
-                const Ints whole = is_finite ? (Ints)(inputs[i] * by + ROUNDER) - (Ints)all(ROUNDER) : Ints{};
-                const Ints high = (whole + 128) >> 8;
+                Ints whole = is_finite ? (Ints)(inputs[i] * by + ROUNDER) - (Ints)all(ROUNDER) : Ints{};
+                if (!is_fine) whole <<= 8;
+                const Ints high = (whole + 128) >> 8, low = whole - (high << 8);
                 const std::int64_t place = r * length + i * LANES;
                 std::int8_t *to = digits + 2 * std::int64_t(token) * call.in + place;
-                put_narrow<Bytes>(to, high), put_narrow<Bytes>(to + call.in, whole - (high << 8));
+                put_narrow<Bytes>(to, high), put_narrow<Bytes>(to + call.in, low);
                 put_narrow<Shorts>(wholes + std::int64_t(token) * call.in + place, whole);
-                total += whole;
+                highs += high, lows += low;
             }
-            std::int32_t sum = 0;
-            for (int lane = 0; lane < LANES; ++lane) sum += total[lane];
-            totals[at] = sum;
+            const float scale = !is_finite ? NAN : is_zero ? 0.0f : largest / (127 * 256);
+            const std::int32_t high = sum_of(highs), low = sum_of(lows);
+            scales[std::int64_t(token) * runs + r] = {scale, high, low, is_fine};
+            sums[r / in_group] += scale * float(high * 256 + low);  // as rounded, so that errors meet weights and not codes
         }
     }
     typedef std::int16_t Shorts __attribute__((vector_size(LANES * 2)));

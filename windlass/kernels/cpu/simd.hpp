@@ -260,6 +260,13 @@ inline void store_rounded(std::uint8_t *to, Floats v) {
     }
 }
 
+template <Format F>
+inline Floats rounded_lanes(Floats v) {
+    if constexpr (F == Format::bfloat16) return bits_of(narrow<F>((Words)v) << 16);
+    if constexpr (F == Format::float16) return from_halves(narrow<F>((Words)v));
+    return v;
+}
+
 // Rows of numbers to float32 and back, with the format asked for once.
 inline void read_row(Format format, const std::uint8_t *row, int count, float *out) {
     const auto read = [&](auto lanes) {
@@ -303,21 +310,33 @@ inline Floats roots(Floats v) {
     return v;
 #endif
 }
+// a * b + c, rounded once where the CPU can, whatever the compiler makes of its surroundings.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
 // The lanes of `v`, moved by STEP.
-template <int STEP, std::size_t... I>
-inline Floats moved(Floats v, std::index_sequence<I...>) {
+template <int STEP, class V, std::size_t... I>
+inline V moved(V v, std::index_sequence<I...>) {
     return __builtin_shufflevector(v, v, int((I + STEP) % LANES)...);
 }
-template <int STEP = LANES / 2>
-inline float top_of(Floats v) {
+inline Words larger(Words a, Words b) { return a > b ? a : b; }
+template <int STEP = LANES / 2, class V>
+inline auto top_of(V v) {
     v = larger(v, moved<STEP>(v, std::make_index_sequence<LANES>{}));
     if constexpr (STEP == 1)
         return v[0];
     else
         return top_of<STEP / 2>(v);
 }
-template <int STEP = LANES / 2>
-inline float sum_of(Floats v) {
+template <int STEP = LANES / 2, class V>
+inline auto sum_of(V v) {
     v += moved<STEP>(v, std::make_index_sequence<LANES>{});
     if constexpr (STEP == 1)
         return v[0];
