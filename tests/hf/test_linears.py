@@ -255,7 +255,8 @@ def test_codes_of_torchao_are_read_where_they_are(
     ours = model(tokens(count), past_key_values=KVCache(model)).logits
     assert len(rows) == linear_count(model)
     truth, theirs = exact(tokens(count)).logits, model(tokens(count)).logits
-    assert (ours - truth).std() <= 1.1 * (theirs - truth).std() + TOLERANCE * truth.std()
+    most = 2.5 if weights == "int4" and dtype is torch.bfloat16 else 1.1  # inputs in 8 bits, coarser than bfloat16
+    assert (ours - truth).std() <= most * (theirs - truth).std() + TOLERANCE * truth.std()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
