@@ -54,17 +54,17 @@ def in_groups(kind: str, outputs: int, width: int, generator: torch.Generator) -
     )
 
 
-def rounded(inputs: Tensor, group: int) -> Tensor:
+def rounded(inputs: Tensor, group: int, is_fine: bool) -> Tensor:
     """Inputs as they meet codes in groups, in float64: 32 of them (16 where 32 do not divide a group) share a scale.
 
-    They are rounded to 127ths of the largest, and to 256ths of these where that is an outlier of its row.
+    They are rounded to 127ths of the largest, and to 256ths of these where that is an outlier of its row, or `is_fine`.
     """
     run = 32 if group % 32 == 0 else 16
     numbers = inputs.float()
     limit = 6 * numbers.square().mean(-1, keepdim=True).sqrt()
     runs = numbers.unflatten(-1, (-1, run))
     largest = runs.abs().amax(-1, keepdim=True)
-    steps = torch.where(largest > limit[..., None], 127.0 * 256, 127.0)
+    steps = torch.where(is_fine | (largest > limit[..., None]), 127.0 * 256, 127.0)
     wholes = torch.where(largest > 0, runs * (steps / largest), 0.0).round()
     return (wholes.double() * largest.double() / steps.double()).flatten(-2)
 

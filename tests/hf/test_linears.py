@@ -255,7 +255,9 @@ def test_codes_of_torchao_are_read_where_they_are(
     ours = model(tokens(count), past_key_values=KVCache(model)).logits
     assert len(rows) == linear_count(model)
     truth, theirs = exact(tokens(count)).logits, model(tokens(count)).logits
-    most = 2.5 if weights == "int4" and dtype is torch.bfloat16 else 1.1  # inputs in 8 bits, coarser than bfloat16
+    most = 1.1
+    if weights == "int4":  # inputs in 8 bits are coarser than bfloat16, and many rows meet weights rounded to float16
+        most = 2.5 if dtype is torch.bfloat16 else 1.25
     assert (ours - truth).std() <= most * (theirs - truth).std() + TOLERANCE * truth.std()
 
 

@@ -40,7 +40,8 @@ def exact(call: LinearInput) -> Tensor:
     weights, inputs = call.layer.weights, call.inputs.double()
     bias = None if call.layer.bias is None else call.layer.bias.double()
     if isinstance(weights, GroupCodes):
-        inputs = rounded(call.inputs, weights.group) if is_rounded(call) else inputs
+        has_digits = cpu.has_digits(call.layer, call.inputs.dtype)
+        inputs = rounded(call.inputs, weights.group, not has_digits) if is_rounded(call) else inputs
         return reference.linear(LinearInput(inputs, LinearLayer(weights.floats(torch.float64), bias)))
     floats = weights.double() if call.layer.scales is None else weights.double() * call.layer.scales.double()[:, None]
     return reference.linear(LinearInput(inputs, LinearLayer(floats, bias)))

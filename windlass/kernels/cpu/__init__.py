@@ -55,7 +55,8 @@ FLOAT_ROWS: Final = 32  # tokens of a decoder layer of bfloat16, beyond which Py
 GRAIN: Final = 2**19  # bytes of weights, times rows, that are worth another thread
 MANY_ROWS: Final = 64  # inputs from which on PyTorch's product of decoded or widened weights is as fast
 MAX_LANES: Final = 16  # numbers in a vector of any instruction set
-BLOCKS: Final = {4: (32, 64), 8: (64,)}  # outputs that lie side by side, in codes of so many bits
+MAX_BLOCK: Final = 64
+BLOCKS: Final = {4: (32, MAX_BLOCK), 8: (MAX_BLOCK,)}  # outputs that lie side by side, in codes of so many bits
 
 
 def chosen() -> str | None:
@@ -202,7 +203,7 @@ def can_multiply(call: LinearInput) -> bool:
     layer, dtype = call.layer, call.inputs.dtype
     is_slow = dtype.itemsize == 2 and (layer.is_coded or product_dtype(call.inputs) is not dtype)
     most = most_rows(layer, dtype) if is_slow else MAX_ROWS
-    return 0 < call.rows and (most is None or call.rows <= most) and knows_linear(layer, dtype)
+    return call.rows > 0 and (most is None or call.rows <= most) and knows_linear(layer, dtype)
 
 
 def most_rows(layer: LinearLayer, dtype: torch.dtype) -> int | None:
@@ -213,8 +214,8 @@ def most_rows(layer: LinearLayer, dtype: torch.dtype) -> int | None:
 
 def has_digits(layer: LinearLayer, dtype: torch.dtype) -> bool:
     """Return True if inputs and codes are multiplied as whole numbers of 8 bits by VNNI."""
-    is_grouped = isinstance(layer.weights, GroupCodes) and dtype is torch.bfloat16
-    return is_grouped and instruction_set() == "avx512_bf16"
+    has_vnni = dtype is torch.bfloat16 and instruction_set() == "avx512_bf16"
+    return has_vnni and isinstance(layer.weights, GroupCodes) and layer.weights.block == MAX_BLOCK
 
 
 def rows_at_once(layer: LinearLayer, dtype: torch.dtype) -> int:

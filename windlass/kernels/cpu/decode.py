@@ -256,7 +256,7 @@ class ThreadChoice:
 
 @final
 class FewTokens:
-    """`reference_layer` for the same layer, pass after pass, for up to `most_tokens` (None: any number), all rows counted.
+    """`reference_layer` for the same layer, pass after pass, for up to `most_tokens` of all rows (None: any number).
 
     Call it only while the layer's weights have the memory that they had. The result of a token does not depend on the
     other tokens.

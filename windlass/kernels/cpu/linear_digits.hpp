@@ -3,7 +3,8 @@
 //
 // Each run of a token's inputs, 32 or 16 of one group, shares a scale, by which the largest of them is 127, and is rounded
 // to whole numbers. Where one input is far larger than most of the token, the others of its run would be lost: such a run
-// is rounded to 256ths of these numbers, which is finer than bfloat16. Products of codes and inputs add up without rounding.
+// is rounded to 256ths of these numbers, which is finer than bfloat16. So are all runs without VNNI, where that costs
+// nothing. Products of codes and inputs add up without rounding.
 
 constexpr int RUN = 32;  // most inputs that share a scale
 inline int run_of(const Linear &call) { return call.group % RUN ? RUN / 2 : RUN; }
@@ -402,7 +403,8 @@ class DigitGroups {
             const std::uint32_t top = top_of(most);
             float largest;
             __builtin_memcpy(&largest, &top, 4);
-            const bool is_finite = top < INFINITE, is_zero = largest < SMALLEST, is_fine = is_finite && largest > limit;
+            const bool is_finite = top < INFINITE, is_zero = largest < SMALLEST;
+            const bool is_fine = is_finite && (Sums::UNIT == 1 || largest > limit);
             const float steps = is_fine ? 127 * 256 : 127;
             const float by = is_finite && !is_zero ? steps / largest : 0.0f;
             Ints highs{}, lows{};
