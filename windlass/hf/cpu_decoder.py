@@ -26,7 +26,7 @@ from windlass.hf.deepseek import Indexer, Latent
 from windlass.hf.model_cache import ModelCache
 from windlass.hf.model_facts import Method, global_of, has_code_of, ordinary_ids
 from windlass.hf.mrope import AxisRotation, turn_of
-from windlass.hf.passes import CACHE_NAMES, AttributePatch, WholePass, not_compiled, our_cache
+from windlass.hf.passes import CACHE_NAMES, AttributePatch, NotCopied, WholePass, not_compiled, our_cache
 from windlass.hf.probe import QueryScale, eval_mode
 from windlass.hf.recurrent import LayerKinds
 from windlass.hf.self_check import LayerTrace
@@ -139,20 +139,28 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 
 
+@final
 @dataclass(frozen=True, eq=False)
-class _Prepared:
+class _Prepared(NotCopied):
     """A kernel, and the weights that it was prepared for: their addresses, number types and modules' numbers."""
 
     kernel: FewTokens | None
     made_of: list[object]
     dtype: torch.dtype
 
-    def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """Nothing is prepared for a copied layer, whose weights are elsewhere."""
 
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Nothing is prepared for a layer out of a file."""
-        return type(None), ()
+@final
+@dataclass(frozen=True, eq=False)
+class _Look(NotCopied):
+    """A look at all layers before a pass with such hidden states, and the watch that sees what has changed since."""
+
+    watch: Watch
+    dtype: torch.dtype
+    device: torch.device
+
+    def holds(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Return True if the layers need no other look."""
+        return self.dtype is dtype and self.device == device and self.watch.is_unchanged()
 
 
 @final
@@ -167,6 +175,7 @@ class KnownLayers:
         self.decoder = decoder
         self.layers: list[FewTokensLayer] = []
         self._step: object = None  # the pass for which they were prepared
+        self._latest: _Look | None = None  # of those after which all layers have kernels
         self._classes: list[type[nn.Module]] = []  # of all modules that they compute
         self._code: list[object] = []
         self.is_proving = False
@@ -196,11 +205,20 @@ class KnownLayers:
         """Prepare all layers for the pass that takes this step, once."""
         if self._step is step:
             return
+        if self._latest is None or not self._latest.holds(dtype, device):
+            self._latest = self._look(dtype, device)
+        self._step = step
+
+    def _look(self, dtype: torch.dtype, device: torch.device) -> _Look | None:
         has_hooks = bool(torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks)
         has_hooks = has_hooks or code_of(self._classes) != self._code
         for layer in self.layers:
             layer.prepare(dtype, device, has_hooks)
-        self._step = step
+        if has_hooks or any(layer.kernel is None for layer in self.layers):
+            return None
+        watch = kernels.watch()
+        self.watch(watch)
+        return _Look(watch, dtype, device)
 
     def watch(self, watch: Watch) -> None:
         """Let `watch` look at all that the prepared kernels were made of."""

@@ -457,3 +457,14 @@ class ModuleState:
         for now, then in (*self._attributes, *self._hooks):
             now.clear()
             now.update(then)
+
+
+class NotCopied:
+    """Part of a model that is None in a copy of the model, and in one out of a file, whose weights are elsewhere."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """Nothing is copied."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Nothing is in a file."""
+        return type(None), ()
