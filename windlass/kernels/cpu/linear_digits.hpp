@@ -11,7 +11,7 @@ inline int run_of(const Linear &call) { return call.group % RUN ? RUN / 2 : RUN;
 
 struct RunScale {
     float scale;             // of a 256th
-    std::int32_t high, low;  // sums of the digits
+    std::int32_t high, low;  // sums of the digits, of whole inputs in `low` alone
     bool is_fine;
 };
 // Inputs of some tokens in a run, each `stride` behind the one before: as whole numbers, or as digits of 8 bits.
@@ -278,7 +278,7 @@ class DigitGroups {
         Floats sums[T][VECTORS];
         std::int32_t excess[T];
         if constexpr (Sums::UNIT == 1) {
-            UNROLLED for (int t = 0; t < T; ++t) excess[t] = added * (own[t * runs].high * 256 + own[t * runs].low);
+            UNROLLED for (int t = 0; t < T; ++t) excess[t] = added * own[t * runs].low;
             Sums::template multiply<T>(codes, length, {wholes + token * call.in + run * length, call.in}, excess, sums);
         } else {
             const std::int8_t *first = digits + 2 * token * call.in + run * length;
@@ -407,21 +407,28 @@ class DigitGroups {
             const bool is_fine = is_finite && (Sums::UNIT == 1 || largest > limit);
             const float steps = is_fine ? 127 * 256 : 127;
             const float by = is_finite && !is_zero ? steps / largest : 0.0f;
+            const std::int64_t place = std::int64_t(token) * call.in + r * length;
+            std::int8_t *high = digits + place + std::int64_t(token) * call.in, *low = high + call.in;
             Ints highs{}, lows{};
             for (int i = 0; i < vectors; ++i) {
-                Ints whole = is_finite ? (Ints)(inputs[i] * by + ROUNDER) - (Ints)all(ROUNDER) : Ints{};
-                if (!is_fine) whole <<= 8;
-                const Ints high = (whole + 128) >> 8, low = whole - (high << 8);
-                const std::int64_t place = r * length + i * LANES;
-                std::int8_t *to = digits + 2 * std::int64_t(token) * call.in + place;
-                put_narrow<Bytes>(to, high), put_narrow<Bytes>(to + call.in, low);
-                put_narrow<Shorts>(wholes + std::int64_t(token) * call.in + place, whole);
-                highs += high, lows += low;
+                const Ints whole = is_finite ? (Ints)(inputs[i] * by + ROUNDER) - (Ints)all(ROUNDER) : Ints{};
+                if constexpr (Sums::UNIT == 1) {
+                    put_narrow<Shorts>(wholes + place + i * LANES, whole);
+                    lows += whole;
+                } else {
+                    const Ints top_digit = is_fine ? (whole + 128) >> 8 : whole;
+                    put_narrow<Bytes>(high + i * LANES, top_digit);
+                    highs += top_digit;
+                    if (!is_fine) continue;
+                    const Ints rest = whole - (top_digit << 8);
+                    put_narrow<Bytes>(low + i * LANES, rest);
+                    lows += rest;
+                }
             }
             const float scale = !is_finite ? NAN : is_zero ? 0.0f : largest / (127 * 256);
-            const std::int32_t high = sum_of(highs), low = sum_of(lows);
-            scales[std::int64_t(token) * runs + r] = {scale, high, low, is_fine};
-            sums[r / in_group] += scale * float(high * 256 + low);  // as rounded, so that errors meet weights and not codes
+            const RunScale own{scale, sum_of(highs), sum_of(lows), is_fine};
+            scales[std::int64_t(token) * runs + r] = own;
+            sums[r / in_group] += scale * float(own.high * 256 + own.low);  // as rounded, so that errors meet weights and not codes
         }
     }
     typedef std::int16_t Shorts __attribute__((vector_size(LANES * 2)));
