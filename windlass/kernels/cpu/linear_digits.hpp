@@ -231,7 +231,7 @@ class DigitGroups {
 #if defined(__AVX512VNNI__)
         if constexpr (BLOCK == 64)
             if (call.tokens > FEW) {
-#pragma omp for schedule(static) collapse(2) nowait
+#pragma omp for schedule(dynamic) collapse(2) nowait
                 for (int block = 0; block < blocks_of(call); ++block)
                     for (int token = 0; token < call.tokens; token += MOST)
                         outputs_of_many(block, token, std::min(MOST, call.tokens - token));
