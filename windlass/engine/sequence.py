@@ -63,6 +63,9 @@ class Writer:
         self._row = RowText(stream, request.max_tokens)
         self._counts = Counter[int]()
         self._seen: Tensor | None = None  # (vocabulary,) bool: tokens of the prompt and the text, for the penalty
+        adjusts = request.logit_bias or request.presence_penalty or request.frequency_penalty or request.grammar
+        adjusts = adjusts or request.top_logprobs is not None or request.sampling.repetition_penalty != 1.0
+        self._is_plain = request.sampling.temperature == 0.0 and not adjusts
 
     @property
     def written(self) -> int:
@@ -98,6 +101,8 @@ class Writer:
 
         def chosen() -> int:
             nonlocal logprobs
+            if self._is_plain:
+                return int(logits.argmax())
             scores = self._adjusted(logits.float())
             self._sampler.prepare()
             token = int(self._sampler.choose(scores[None]))
@@ -360,8 +365,8 @@ class ActiveRequest(RowSource):
         """
         accepted = -1
         try:
-            for scores, draft in zip(logits, [*self._drafts, None], strict=True):
-                self.ticket.put(self.writer.choose(scores))
+            for number, draft in enumerate([*self._drafts, None]):
+                self.ticket.put(self.writer.choose(logits[number]))
                 accepted += 1
                 self.seen += self.writer.written > 1  # the token before this one was fed
                 if self._drafter is not None:
