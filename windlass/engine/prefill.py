@@ -230,6 +230,10 @@ class PromptReader(ABC):
         """
 
     @abstractmethod
+    def keep(self) -> None:
+        """Keep a copy of the prompt, once it is read, if other requests need one."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release memory reserved for the rest of the prompt, which will not be read. May be repeated."""
 
@@ -297,7 +301,7 @@ class Reader(PromptReader):
         if self.is_whole:
             self._read_whole()
             return
-        stop = next(end for end in self._pass_ends if end > self.done)
+        stop = self._next_end()
         piece = list(self.request.prompt[self.done : stop])
         is_last = stop == len(self.request.prompt)
         columns = [*range(len(piece))] if self.request.scores_prompt else [len(piece) - 1] if is_last else []
@@ -314,7 +318,22 @@ class Reader(PromptReader):
             self.cache.checkpoint()
         if is_last:
             self.logits = logits[0, -1]
-        if self.done in self._stops and (is_last or not self._is_cut_later):
+        elif self.done in self._stops and not self._is_cut_later:
+            self._snapshots.put(self.entry)
+
+    def _next_end(self) -> int:
+        """The end of the next pass: of a message or a chunk.
+
+        Ends of messages serve requests that are read in the same passes to the bit, and copies of a text that is about
+        to lose tokens. Where nobody needs them, a pass goes on, as each costs as much as several tokens.
+        """
+        if self.request.reuse.mode.name == "exact" or self.cache.recurrent or not self._is_cut_later:
+            return next(end for end in self._pass_ends if end > self.done)
+        return min(self.done + self.request.options.chunk, len(self.request.prompt))
+
+    def keep(self) -> None:
+        """Keep a copy of the whole prompt, if others need one."""
+        if self.logits is not None and self.done in self._stops and self._known_logits is None:
             self._snapshots.put(replace(self.entry, logits=self.logits))
 
     @property

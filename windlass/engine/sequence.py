@@ -323,7 +323,8 @@ class ActiveRequest(RowSource):
         """Number of tokens read and written so far."""
 
     def read(self) -> None:
-        """Read one more chunk of the prompt. After the last one, choose the first token."""
+        """Read one more chunk of the prompt. After the last one, choose the first token, and only then keep and move
+        what was read."""
         reader = self.reader
         assert reader is not None, "a prompt that was read before"
         reader.read()
@@ -335,13 +336,15 @@ class ActiveRequest(RowSource):
             return
         if self.ticket.request.scores_prompt:
             self.ticket.put(PromptLogprobs(tuple(reader.logprobs)))
-        if not self.ticket.request.max_tokens:
-            self._end("length")
+        if self.ticket.request.max_tokens:
+            self.take(reader.logits[None])
         else:
+            self._end("length")
+        reader.keep()
+        if not self.is_over:
             self._passes, self._holds_all = reader.passes, holds_all(reader.cache)
             self.lane.put(self.row, reader.cache)
             self.reader = None
-            self.take(reader.logits[None])
 
     def next_tokens(self) -> list[int]:
         """The tokens that the next pass reads: the latest one, and drafts behind it if no other text has a row."""
