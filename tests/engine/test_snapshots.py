@@ -190,7 +190,7 @@ def test_the_first_token_comes_before_its_prompt_is_kept_and_moved(
         events_of(engine.submit(request_of(ids[:9], 1, options=options_of(chunk=20))))
     ended = ["Piece", "Finish"]
     first = ["Progress", "Piece", "keep", "move", *ended]
-    assert seen == [*first, "Progress", "Piece", "move", *ended, "Progress", "Piece", "keep", "Finish"]
+    assert seen == [*first, "Progress", "Piece", "move", *ended, "Progress", "Piece", "Finish"]
 
 
 @pytest.mark.parametrize("length", [1, 5, 12])
@@ -270,15 +270,7 @@ def _taken(engine: Scheduler, ids: list[int]) -> tuple[list[int], Finish]:
     return [event.token for event in events if isinstance(event, Piece)], events[-1]
 
 
-class WholePrompt(PrefixText):
-    """The row of a prompt, at whose end an answer began."""
-
-    @property
-    def has_logits(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("kind", [PrefixText, WholePrompt])
+@pytest.mark.parametrize("is_prompt", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "gone"),
     [
@@ -290,10 +282,10 @@ class WholePrompt(PrefixText):
     ],
 )
 def test_of_many_beginnings_of_a_text_those_far_apart_stay(
-    sizes: tuple[int, ...], gone: list[int], kind: type[PrefixText]
+    sizes: tuple[int, ...], gone: list[int], is_prompt: bool
 ) -> None:
     tokens = tuple(range(100))
-    rows = [kind(tokens=tokens[:size]) for size in sizes]
+    rows = [PrefixText(tokens=tokens[:size], logits_end=size if is_prompt else None) for size in sizes]
     others = [PrefixText(tokens=(7, *tokens[:9])), PrefixText(tokens=tokens[:11], holds_all=True)]
     assert [len(each.tokens) for each in superfluous(PrefixText(tokens=tokens), [*others, *rows])] == gone
     assert superfluous(PrefixText(tokens=tokens, holds_all=True), rows) == []

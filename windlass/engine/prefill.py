@@ -201,7 +201,7 @@ class PromptReader(ABC):
         self.logprobs: list[tuple[Logprob, ...]] = []
         """Log probabilities of each token read so far, but for the first (empty unless asked for)."""
         self.logits: Tensor | None = None
-        """(vocabulary,) logits of the last token, once the prompt is read."""
+        """(vocabulary,) logits of the last token, once the prompt is read. Nobody may write into them."""
         self.passes: tuple[int, ...] = ()
         """The ends of the passes that read the first tokens, up to the first that came in another way."""
 
@@ -255,7 +255,7 @@ class Reader(PromptReader):
         self._gaps: Iterator[Step] = iter(())
         if edited is not None:
             self._begin_edited(edited)
-        self._known_logits = None if kept is None or self.done < len(request.prompt) else kept.logits
+        self._known_logits = kept.logits if kept is not None and self.done == len(request.prompt) else None
         self.is_whole = is_whole
         self.cache.keep_room(True)  # a short last chunk moves nothing
         if request.options.budget is None:  # reserved at once, as its bytes were counted
@@ -296,7 +296,7 @@ class Reader(PromptReader):
             self._read_gap(gap)
             return
         if self._known_logits is not None:
-            self.logits = self._known_logits.clone()  # a writer may change its logits
+            self.logits = self._known_logits
             return
         if self.is_whole:
             self._read_whole()
@@ -317,7 +317,7 @@ class Reader(PromptReader):
         if self.done in self._marks and self._is_cut_later:
             self.cache.checkpoint()
         if is_last:
-            self.logits = logits[0, -1]
+            self.logits = logits[0, -1].clone()  # the others' memory is free
         elif self.done in self._stops and not self._is_cut_later:
             self._snapshots.put(self.entry)
 
@@ -333,8 +333,9 @@ class Reader(PromptReader):
 
     def keep(self) -> None:
         """Keep a copy of the whole prompt, if others need one."""
-        if self.logits is not None and self.done in self._stops and self._known_logits is None:
-            self._snapshots.put(replace(self.entry, logits=self.logits))
+        is_read = self.logits is not None and self._known_logits is None
+        if is_read and self.done in self._stops and not self._is_cut_later:
+            self._snapshots.put(replace(self.entry, logits=self.logits, logits_end=self.done))
 
     @property
     def may_be_kept(self) -> bool:
