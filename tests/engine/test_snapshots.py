@@ -1,5 +1,6 @@
 """A prompt that begins as another one did is read from there, and nothing else changes."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -235,6 +236,16 @@ def test_a_copy_is_given_out(attached_model: Models, text: Text) -> None:
     again = read(model, ids, snapshots)
     assert again.logits is not None
     assert not bool(again.logits.isnan().any())
+
+
+def test_logits_go_with_the_end_of_their_prompt(attached_model: Models, text: Text) -> None:
+    """A copy that is cut before it has none."""
+    model, (ids,) = attached_model("llama"), rows_of(text, 17)
+    reader = read(model, ids, Snapshots(PrefixCache(0)))
+    row = replace(reader.entry, logits=reader.logits, logits_end=14)
+    found = [row.first(tokens) for tokens in (17, 14, 13)]
+    assert [each.logits_end for each in found] == [14, 14, None]
+    assert [each.logits is None for each in found] == [False, False, True]
 
 
 @settings(max_examples=25, deadline=None)
