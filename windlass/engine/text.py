@@ -250,8 +250,8 @@ class TokenizedText:
 
 @final
 class PromptEncoder:
-    """Tokenizes prompts. A long one that begins as one of the latest did is tokenized from its end on, and the latest one
-    is known.
+    """Tokenizes prompts. A long one that begins as one of the latest did is tokenized from its end on. The latest one is
+    known.
 
     Tokenizers cut a text at special tokens first, and read the texts between them one by one.
     """
