@@ -250,7 +250,7 @@ class TokenizedText:
 
 @final
 class PromptEncoder:
-    """Tokenizes prompts. A long one that begins as one of the latest did is tokenized from its end on. The latest one is
+    """Tokenizes prompts. A long one that begins as one of the latest did is tokenized from its end on. The latest is
     known.
 
     Tokenizers cut a text at special tokens first, and read the texts between them one by one.
