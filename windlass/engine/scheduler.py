@@ -1,8 +1,8 @@
 """Many texts at once: one thread owns the model and its caches, and lets requests read and write in turn.
 
-A turn is one decode step of every lane, then one chunk of one prompt. So no decode step waits longer than a chunk, and
-a long prompt holds no short one back, because prompts are read in turn. A request waits until it has a row. From then
-on it owns all the memory that it can need.
+A turn is one chunk of one prompt, then one decode step of every lane. So no decode step waits longer than a chunk, no
+short prompt waits for a step, and a long prompt holds no short one back, because prompts are read in turn. A request
+waits until it has a row. From then on it owns all the memory that it can need.
 """
 
 from __future__ import annotations
@@ -435,10 +435,6 @@ class Scheduler(Service):
     @torch.no_grad()
     def _turn(self, turn: StepInput) -> None:
         self._admit(turn)
-        for lane in {id(task.lane): task.lane for task in self._tasks}.values():
-            writing = [task for task in self._tasks if task.lane is lane and task.reader is None]
-            if writing:
-                self._write(lane, writing)
         if self._reading:
             task = self._reading.popleft()
             self._guard.do([task], task.read)
@@ -446,6 +442,10 @@ class Scheduler(Service):
             self._finish(task)
             if task.reader is not None:
                 self._reading.append(task)
+        for lane in {id(task.lane): task.lane for task in self._tasks}.values():
+            writing = [task for task in self._tasks if task.lane is lane and task.reader is None and not task.is_over]
+            if writing:
+                self._write(lane, writing)
         self._retire()
 
     def _write(self, lane: Lane, writing: Sequence[ActiveRequest]) -> None:
