@@ -189,7 +189,7 @@ def test_the_same_prompt_again_takes_no_pass(
 def test_a_prompt_is_used_to_its_end_where_its_logits_are_known(
     row: dict[str, Any], tokens: int, mode: ReuseMode
 ) -> None:
-    """Of a row of 9 tokens, which a prompt of 7 begins, in passes up to each token."""
+    """A row has 9 tokens, read one by one, and a prompt is its first 7."""
     ids = tuple(range(9))
     text = PrefixText(**{"tokens": ids, "passes": tuple(range(1, 10)), "holds_all": True, **row})
     asked = request_of(list(ids[:7]), ends=tuple(range(1, 7)), reuse=Reuse(mode=mode))
