@@ -27,8 +27,8 @@ from windlass.cache.edits import holds_all
 from windlass.core.errors import UsageError
 from windlass.engine import prefill
 from windlass.engine.prefix_cache import key_of
-from windlass.engine.prefix_entry import EntrySelector
-from windlass.engine.request import EXACT, PREFIX, EngineLimits, Failure, Finish, Piece, Reuse
+from windlass.engine.prefix_entry import EntrySelector, PrefixText
+from windlass.engine.request import EXACT, PREFIX, EngineLimits, Failure, Finish, Piece, Reuse, ReuseMode
 from windlass.engine.row_bytes import RowBytes
 
 
@@ -102,7 +102,8 @@ def test_recall_and_reuse_go_together(
         assert read == [len(turns[0]), *(len(new) + 1 for new in turns[1:])]
         entries = engine._snapshots.kept.of(key_of(request_of([1], options=own, reuse=LOOSE)))
         assert max(each.cache.recall_bytes for each in entries) > 0
-        assert engine._snapshots.kept.bytes == sum(each.cache.bytes_held + each.cache.recall_bytes for each in entries)
+        sizes = [each.cache.bytes_held + each.cache.recall_bytes + each.logits_bytes for each in entries]
+        assert engine._snapshots.kept.bytes == sum(sizes)
         branch = talk.ids[: len(turns[0]) + 7] + turns[2]
         events = events_of(engine.submit(request_of(branch, 7, options=own, ends=(21, 28), reuse=LOOSE)))
         assert isinstance(events[-1], Finish)
@@ -130,6 +131,69 @@ def test_a_turn_that_is_exact_reads_answers_again(
     assert mixed[2][0] == again[2][0]
     assert [cached for _, cached in mixed] == [0, 21 + 6, 21]
     assert [cached for _, cached in answers(PLENTY, True, True, True)] == [0, 21, 21 + 7 + 5]
+
+
+@pytest.mark.parametrize("mode", [EXACT, PREFIX, ReuseMode("edited", 4)], ids=str)
+@pytest.mark.parametrize("count", [3, 19])
+def test_the_same_prompt_again_takes_no_pass(
+    monkeypatch: pytest.MonkeyPatch,
+    attached_model: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Text,
+    mode: ReuseMode,
+    count: int,
+) -> None:
+    """Its row knows the logits behind it, while it is written and afterwards. The text is that of the first time."""
+    model, own = attached_model("llama"), options_of(budget=4000)
+    (ids,) = rows_of(text, 30)
+    given: dict[str, Any] = {"options": own, "ends": (4, 21), "reuse": Reuse(mode=mode)}
+    limits = EngineLimits(max_tokens=10**6)
+    with running(model, tokenizer, kinds=[(2, own)], limits=limits, reuse_bytes=PLENTY) as engine:
+
+        def asked(prompt: list[int], tokens: int) -> tuple[list[int], int]:
+            events = events_of(engine.submit(request_of(prompt, tokens, **given)))
+            assert isinstance(events[-1], Finish)
+            return [each.token for each in events if isinstance(each, Piece)], events[-1].usage.cached
+
+        first, cached = asked(ids, count)
+        assert cached == 0
+        with counted(monkeypatch) as fed:
+            assert [asked(ids, count) for _ in range(3)] == [(first, 30)] * 3
+            assert asked(ids, 1) == (first[:1], 30)
+            assert fed == []
+            longer = asked([*ids, 7], count)
+            assert (sum(fed), longer[1]) == ((10, 21) if mode is EXACT else (1, 30))
+            writing = engine.submit(request_of(longer[0] * 9, 3500, **given))
+            wait_for(lambda: any(isinstance(each, Piece) for each in writing.take(1.0)))
+            fed.clear()
+            assert asked(longer[0] * 9, 2)[1] == 9 * count
+            assert fed == []
+            engine.cancel(writing)
+        assert engine.status().bytes_held <= engine.status().bytes_limit
+
+
+@pytest.mark.parametrize(
+    ("row", "tokens"),
+    [
+        ({}, 6),
+        ({"logits_end": 7}, 7),
+        ({"logits_end": 6}, 6),
+        ({"logits_end": 9}, 6),
+        ({"logits_end": 7, "sound": 5}, 5),
+        ({"logits_end": 7, "marks": (3, 7)}, 7),
+        ({"logits_end": 7, "marks": (3, 6)}, 6),
+        ({"logits_end": 7, "holds_all": False}, 0),
+    ],
+)
+@pytest.mark.parametrize("mode", [PREFIX, EXACT], ids=str)
+def test_a_prompt_is_used_to_its_end_where_its_logits_are_known(
+    row: dict[str, Any], tokens: int, mode: ReuseMode
+) -> None:
+    """A row has 9 tokens, read one by one, and a prompt is its first 7."""
+    ids = tuple(range(9))
+    text = PrefixText(**{"tokens": ids, "passes": tuple(range(1, 10)), "holds_all": True, **row})
+    asked = request_of(list(ids[:7]), ends=tuple(range(1, 7)), reuse=Reuse(mode=mode))
+    assert text.usable(asked) == tokens
 
 
 @pytest.mark.parametrize("is_exact", [False, True])

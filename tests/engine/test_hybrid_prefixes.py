@@ -98,7 +98,7 @@ def test_an_exact_turn_is_that_of_an_engine_without_reuse(
             found.append([one, *(answer for answer, _ in turns)])
             cached = [each for _, each in turns]
     assert found[0] == found[1]
-    assert cached == [30, 37, 37 + 13, 19, 19]
+    assert cached == [30, 37, 37 + 15, 19, 19]  # the third turn is the first once more
 
 
 def test_two_conversations_are_ragged_rows_of_one_lane(tokenizer: PreTrainedTokenizerBase, text: Text) -> None:

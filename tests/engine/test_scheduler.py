@@ -1,6 +1,8 @@
 """Texts that are written side by side are the texts that each request gives alone."""
 
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ from tests.helpers.schedulers import (
 )
 from windlass import KVCache, Sampling
 from windlass.engine import sequence
-from windlass.engine.request import EngineLimits, Finish, Grammar, Piece, Ticket
+from windlass.engine.prefill import Reader
+from windlass.engine.request import EngineLimits, Event, Finish, Grammar, Piece, Ticket
+from windlass.engine.sequence import Lane
 from windlass.engine.text import Stops
 from windlass.policies import NAMES, Policy
 from windlass.policies.base import ModelSpecific
@@ -209,3 +213,35 @@ def _pieces(ticket: Ticket) -> tuple[list[Piece], Finish]:
     last = events[-1]
     assert isinstance(last, Finish)
     return [event for event in events if isinstance(event, Piece)], last
+
+
+def test_a_short_prompt_waits_for_no_step_of_others(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is read as soon as it has a row, and only then do all rows write, its own among them."""
+    seen, step, begin, give = list[str](), Lane.step, Reader.__init__, Ticket.put
+    (ids,) = rows_of(text, 9)
+    with running(attached_model("llama"), tokenizer, limits=EngineLimits(max_tokens=10**6)) as engine:
+        long = engine.submit(request_of(ids, 10**6))
+        wait_for(lambda: any(isinstance(each, Piece) for each in long.take(1.0)))
+
+        def stepped(self: Lane, tokens: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
+            seen.append(f"step of {len(tokens)}")
+            return step(self, tokens)
+
+        def begun(self: Reader, *given: Any) -> None:
+            seen.append("row")
+            begin(self, *given)
+
+        def told(self: Ticket, event: Event) -> None:
+            if self is not long:
+                seen.append(type(event).__name__)
+            give(self, event)
+
+        monkeypatch.setattr(Lane, "step", stepped)
+        monkeypatch.setattr(Reader, "__init__", begun)
+        monkeypatch.setattr(Ticket, "put", told)
+        assert len(tokens_of(engine.submit(request_of(ids[:4], 2)))) == 2
+        engine.cancel(long)
+    start = seen.index("row")
+    assert seen[start : start + 6] == ["row", "Progress", "Piece", "step of 2", "Piece", "Finish"]

@@ -1,7 +1,8 @@
 """A prompt that begins as another one did is read from there, and nothing else changes."""
 
+from dataclasses import replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -11,14 +12,19 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
+from tests.helpers.hybrids import bound as bound_hybrid
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import events_of, options_of, request_of, rows_of, running, wait_for
 from windlass.cache.slot_table import SlotTable
-from windlass.engine.prefill import Reader
+from windlass.core.step import PROMPT
+from windlass.engine import prefill
+from windlass.engine.prefill import Reader, feed
 from windlass.engine.prefix_cache import PrefixCache, Snapshots
 from windlass.engine.prefix_entry import PrefixText, superfluous
-from windlass.engine.request import Finish, Piece, Ticket
+from windlass.engine.request import EXACT, PREFIX, Finish, Piece, Reuse, ReuseMode, Ticket
 from windlass.engine.scheduler import Scheduler
+from windlass.engine.sequence import Lane
+from windlass.hf.kv_cache import KVCache
 from windlass.policies import NAMES, Policy
 from windlass.policies.base import ModelSpecific, OneShot
 from windlass.testing import tiny_model
@@ -116,6 +122,78 @@ def test_a_prompt_that_was_read_in_other_passes_is_read_again(attached_model: Mo
     assert read(model, ids[:45] + ids, snapshots, ends=(20,)).cached == 20
 
 
+@pytest.mark.parametrize(
+    ("mode", "kind", "budget", "stops"),
+    [
+        (PREFIX, "llama", 70, (13, 26, 39, 52, 60)),
+        (ReuseMode("edited", 3), "llama", 70, (13, 26, 39, 52, 60)),
+        (PREFIX, "llama", None, (13, 26, 39, 52, 60)),
+        (EXACT, "llama", 70, (5, 18, 29, 42, 55, 60)),
+        (PREFIX, "llama", 59, (5, 18, 29, 42, 55, 60)),
+        (PREFIX, "qwen3_next", 70, (5, 18, 29, 42, 55, 60)),
+    ],
+    ids=str,
+)
+def test_a_pass_ends_with_a_message_only_where_others_need_it(
+    attached_model: Models,
+    text: Text,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: ReuseMode,
+    kind: str,
+    budget: int | None,
+    stops: tuple[int, ...],
+) -> None:
+    """Messages end at 5 and 29, chunks have 13 tokens: exact reuse, copies of a text that loses tokens, and states."""
+    model = attached_model(kind) if kind == "llama" else bound_hybrid(kind)
+    options, (ids,) = options_of(policy="key_diff", budget=budget), rows_of(text, 60)
+    fed, real = list[int](), feed
+
+    def noted(model: PreTrainedModel, cache: KVCache, pieces: list[list[int]], *rest: Any) -> torch.Tensor:
+        fed.append(len(pieces[0]))
+        return real(model, cache, pieces, *rest)
+
+    monkeypatch.setattr(prefill, "feed", noted)
+    snapshots = Snapshots(PrefixCache(1 << 30))
+    reader = read(model, ids, snapshots, options=options, ends=(5, 29), reuse=Reuse(mode=mode))
+    assert tuple(accumulate(fed)) == reader.passes == stops
+    twin = KVCache.from_options(model, options)
+    for start, stop in pairwise((0, *stops)):
+        logits = real(model, twin, [ids[start:stop]], [stop - start - 1], PROMPT)
+    assert reader.logits is not None
+    assert reader.logits.equal(logits[0, -1])
+
+
+def test_the_first_token_comes_before_its_prompt_is_kept_and_moved(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the prompt and the move of its row cost the client no time."""
+    (ids,) = rows_of(text, 20)
+    with running(attached_model("llama"), tokenizer, reuse_bytes=1 << 30) as engine:
+        seen, put, move, give = list[str](), Snapshots.put, Lane.put, Ticket.put
+
+        def kept(self: Snapshots, *given: Any) -> None:
+            seen.append("keep")
+            put(self, *given)
+
+        def moved(self: Lane, *given: Any) -> None:
+            seen.append("move")
+            move(self, *given)
+
+        def told(self: Ticket, event: Any) -> None:
+            seen.append(type(event).__name__)
+            give(self, event)
+
+        monkeypatch.setattr(Snapshots, "put", kept)
+        monkeypatch.setattr(Lane, "put", moved)
+        monkeypatch.setattr(Ticket, "put", told)
+        for _ in range(2):
+            events_of(engine.submit(request_of(ids, 2, options=options_of(chunk=20))))
+        events_of(engine.submit(request_of(ids[:9], 1, options=options_of(chunk=20))))
+    ended = ["Piece", "Finish"]
+    first = ["Progress", "Piece", "keep", "move", *ended]
+    assert seen == [*first, "Progress", "Piece", "move", *ended, "Progress", "Piece", "Finish"]
+
+
 @pytest.mark.parametrize("length", [1, 5, 12])
 def test_a_whole_prompt_within_a_chunk_is_read_once(
     attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, length: int
@@ -160,6 +238,16 @@ def test_a_copy_is_given_out(attached_model: Models, text: Text) -> None:
     assert not bool(again.logits.isnan().any())
 
 
+def test_logits_go_with_the_end_of_their_prompt(attached_model: Models, text: Text) -> None:
+    """A copy that is cut before it has none."""
+    model, (ids,) = attached_model("llama"), rows_of(text, 17)
+    reader = read(model, ids, Snapshots(PrefixCache(0)))
+    row = replace(reader.entry, logits=reader.logits, logits_end=14)
+    found = [row.first(tokens) for tokens in (17, 14, 13)]
+    assert [each.logits_end for each in found] == [14, 14, None]
+    assert [each.logits is None for each in found] == [False, False, True]
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(14, 60), min_size=1, max_size=6), limit=st.integers(0, 40_000), seed=st.integers(0, 3)
@@ -193,15 +281,7 @@ def _taken(engine: Scheduler, ids: list[int]) -> tuple[list[int], Finish]:
     return [event.token for event in events if isinstance(event, Piece)], events[-1]
 
 
-class WholePrompt(PrefixText):
-    """The row of a prompt, at whose end an answer began."""
-
-    @property
-    def has_logits(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("kind", [PrefixText, WholePrompt])
+@pytest.mark.parametrize("is_prompt", [False, True])
 @pytest.mark.parametrize(
     ("sizes", "gone"),
     [
@@ -213,10 +293,10 @@ class WholePrompt(PrefixText):
     ],
 )
 def test_of_many_beginnings_of_a_text_those_far_apart_stay(
-    sizes: tuple[int, ...], gone: list[int], kind: type[PrefixText]
+    sizes: tuple[int, ...], gone: list[int], is_prompt: bool
 ) -> None:
     tokens = tuple(range(100))
-    rows = [kind(tokens=tokens[:size]) for size in sizes]
+    rows = [PrefixText(tokens=tokens[:size], logits_end=size if is_prompt else None) for size in sizes]
     others = [PrefixText(tokens=(7, *tokens[:9])), PrefixText(tokens=tokens[:11], holds_all=True)]
     assert [len(each.tokens) for each in superfluous(PrefixText(tokens=tokens), [*others, *rows])] == gone
     assert superfluous(PrefixText(tokens=tokens, holds_all=True), rows) == []

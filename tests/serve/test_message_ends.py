@@ -66,6 +66,7 @@ def test_ends_of_a_longer_prompt_are_those_of_one_that_nobody_knows(start: int) 
         assert found == fresh == tuple(len(render(talk[: at + 1])) for at in range(len(talk)))
         tokens = encoder.tokenized(text)
         assert tokens == PromptEncoder(tokenizer).tokenized(text)
+        assert encoder.tokenized(text) is tokens
         assert [*tokens.ids] == encode(tokenizer, text, is_start=True)
         ends = message_ends(tokenizer, tokens, found)
         assert [tokens.ids[:end] for end in ends] == [

@@ -238,6 +238,9 @@ class PartsReader(PromptReader):
         except UsageError as error:
             raise UsageError(f"chunks: {error}") from error
 
+    def keep(self) -> None:
+        pass  # its parts are kept as they are read
+
     def close(self) -> None:
         self._work.close()
 

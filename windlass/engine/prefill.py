@@ -201,7 +201,7 @@ class PromptReader(ABC):
         self.logprobs: list[tuple[Logprob, ...]] = []
         """Log probabilities of each token read so far, but for the first (empty unless asked for)."""
         self.logits: Tensor | None = None
-        """(vocabulary,) logits of the last token, once the prompt is read."""
+        """(vocabulary,) logits of the last token, once the prompt is read. Nobody may write into them."""
         self.passes: tuple[int, ...] = ()
         """The ends of the passes that read the first tokens, up to the first that came in another way."""
 
@@ -230,6 +230,10 @@ class PromptReader(ABC):
         """
 
     @abstractmethod
+    def keep(self) -> None:
+        """Keep a copy of the prompt, once it is read, if other requests need one."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release memory reserved for the rest of the prompt, which will not be read. May be repeated."""
 
@@ -251,7 +255,7 @@ class Reader(PromptReader):
         self._gaps: Iterator[Step] = iter(())
         if edited is not None:
             self._begin_edited(edited)
-        self._known_logits = None if kept is None or self.done < len(request.prompt) else kept.logits
+        self._known_logits = kept.logits if kept is not None and self.done == len(request.prompt) else None
         self.is_whole = is_whole
         self.cache.keep_room(True)  # a short last chunk moves nothing
         if request.options.budget is None:  # reserved at once, as its bytes were counted
@@ -292,12 +296,12 @@ class Reader(PromptReader):
             self._read_gap(gap)
             return
         if self._known_logits is not None:
-            self.logits = self._known_logits.clone()  # a writer may change its logits
+            self.logits = self._known_logits
             return
         if self.is_whole:
             self._read_whole()
             return
-        stop = next(end for end in self._pass_ends if end > self.done)
+        stop = self._next_end()
         piece = list(self.request.prompt[self.done : stop])
         is_last = stop == len(self.request.prompt)
         columns = [*range(len(piece))] if self.request.scores_prompt else [len(piece) - 1] if is_last else []
@@ -313,9 +317,25 @@ class Reader(PromptReader):
         if self.done in self._marks and self._is_cut_later:
             self.cache.checkpoint()
         if is_last:
-            self.logits = logits[0, -1]
-        if self.done in self._stops and (is_last or not self._is_cut_later):
-            self._snapshots.put(replace(self.entry, logits=self.logits))
+            self.logits = logits[0, -1].clone()  # the others' memory is free
+        elif self.done in self._stops and not self._is_cut_later:
+            self._snapshots.put(self.entry)
+
+    def _next_end(self) -> int:
+        """The end of the next pass: of a message or a chunk.
+
+        Ends of messages serve requests that are read in the same passes to the bit, and copies of a text that is about
+        to lose tokens. Where nobody needs them, a pass goes on, as each costs as much as several tokens.
+        """
+        if self.request.reuse.mode.name == "exact" or self.cache.recurrent or not self._is_cut_later:
+            return next(end for end in self._pass_ends if end > self.done)
+        return min(self.done + self.request.options.chunk, len(self.request.prompt))
+
+    def keep(self) -> None:
+        """Keep a copy of the whole prompt, if others need one."""
+        is_read = self.logits is not None and self._known_logits is None
+        if is_read and self.done in self._stops and not self._is_cut_later:
+            self._snapshots.put(replace(self.entry, logits=self.logits, logits_end=self.done))
 
     @property
     def may_be_kept(self) -> bool:

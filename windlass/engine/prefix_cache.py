@@ -158,7 +158,7 @@ class Snapshots:
 
     def longest(self, request: Request) -> CacheEntry | None:
         """The longest cache that the request's prompt begins with, for the request alone. None: there is none, or the
-        request looks none up. One of the whole prompt has its logits.
+        request looks none up. Where the logits behind the whole prompt are known, it has them.
 
         The row of a text that has ended is moved, unless that would lose another text. All others are copied.
         """
@@ -206,7 +206,9 @@ class Snapshots:
         if request.options.sinks == SYSTEM:
             row.cache.set_sinks(request.head)
         passes, sound = tuple(end for end in row.passes if end <= plan.head), min(plan.head, row.read_in_order)
-        entry = replace(row, key=key, tokens=prompt[: plan.end], passes=passes, logits=None, sound=sound)
+        entry = replace(
+            row, key=key, tokens=prompt[: plan.end], passes=passes, logits=None, logits_end=None, sound=sound
+        )
         return EditedRow(entry, gaps, plan.cached - plan.head, plan.again)
 
     def wanted(self, request: Request) -> frozenset[int]:
@@ -230,11 +232,7 @@ class Snapshots:
         if place is None:
             return
         try:
-            kept = row.first(len(row.tokens))
-            logits = None if kept.logits is None else kept.logits.clone()
-            size = _bytes_of(kept.cache) + (0 if logits is None else logits.nbytes)
-            kept = replace(kept, logits=logits, bytes=size)
-            self._add(kept, place)
+            self._add(_counted(row.first(len(row.tokens))), place)
         finally:
             self.kept.release(place)
 
@@ -253,11 +251,12 @@ class Snapshots:
             row = row.first(len(row.tokens))
         elif self._disk is not None and not row.holds_all:
             pack(row.cache)
-        self._add(replace(row, bytes=_bytes_of(row.cache), is_text=True))
+        self._add(replace(_counted(row), is_text=True))
 
     def _add(self, kept: CacheEntry, place: int | None = None) -> None:
-        """Keep a cache in memory if there is room, and then write it to disk too. A file holds no logits."""
-        disk = None if kept.has_logits else self._disk
+        """Keep a cache in memory if there is room, and then write it to disk too. A file holds no logits, so a prompt
+        that is kept for these has none."""
+        disk = self._disk if kept.logits is None or kept.is_text else None
         if disk is not None:
             kept = replace(kept, number=disk.id_of(kept))
         for each in superfluous(kept, self.kept.of(kept.key)):
@@ -319,9 +318,9 @@ def pack(cache: KVCache) -> None:
             layer.resize(max(layer.table.occupancy_bound, 1))
 
 
-def _bytes_of(cache: KVCache) -> int:
-    """All bytes of a cache, those of evicted tokens that can be recalled among them."""
-    return cache.bytes_held + cache.recall_bytes
+def _counted(row: CacheEntry) -> CacheEntry:
+    """A row with all bytes of its cache, those of evicted tokens that can be recalled among them, and of its logits."""
+    return replace(row, bytes=row.cache.bytes_held + row.cache.recall_bytes + row.logits_bytes)
 
 
 def _may_move(row: CacheEntry, request: Request, length: int) -> bool:

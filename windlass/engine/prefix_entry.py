@@ -58,6 +58,7 @@ class PrefixText:
     last of them came in other ways.
     `holds_all`: any number of its newest tokens can be cut off, with recurrent layers back to one of the `marks`.
     `sound`: the number of first tokens that were read behind the very tokens before them (None: all).
+    `logits_end`: the number of its first tokens behind which the logits are known (None: nowhere).
     `is_text`: the row of a request that has ended, which one request may take over.
     """
 
@@ -66,12 +67,8 @@ class PrefixText:
     holds_all: bool = False
     sound: int | None = None
     marks: tuple[int, ...] | None = None
+    logits_end: int | None = None
     is_text: bool = False
-
-    @property
-    def has_logits(self) -> bool:
-        """Return True if the logits of the last token are known."""
-        return False
 
     @property
     def read_in_order(self) -> int:
@@ -93,7 +90,7 @@ class PrefixText:
             return 0
         prompt, size, mode = request.prompt, len(self.tokens), request.reuse.mode.name
         most = shared(self.packed, request.packed) // TOKEN_BYTES
-        if not (most == size == len(prompt) and self.has_logits):
+        if not most == len(prompt) == self.logits_end:
             most = min(most, len(prompt) - 1)
         if mode != "edited" and self.sound is not None:
             most = min(most, self.sound)
@@ -106,7 +103,8 @@ class PrefixText:
 
     def serves_all_of(self, other: PrefixText) -> bool:
         """Return True if nobody needs `other`, of the same key, beside this."""
-        if not self.holds_all or other.has_logits or not other.begins(self):
+        is_prompt = other.logits_end is not None and not other.is_text
+        if not self.holds_all or (is_prompt and other.logits_end != self.logits_end) or not other.begins(self):
             return False
         is_alike = self.passes[: len(other.passes)] == other.passes and self.read_in_order >= other.read_in_order
         return is_alike and all(map(self.ends, (len(other.tokens), *(other.marks or ()))))
@@ -141,7 +139,7 @@ def _size(row: PrefixText) -> int:
 class CacheEntry(PrefixText):
     """A row of a cache. Nobody writes into it. `number` names it to its owner.
 
-    `logits`: (vocabulary,) of the last token, where the prefix is a whole prompt.
+    `logits`: (vocabulary,) of the last token of a prompt, at `logits_end`.
     `row`: the row of `cache`, the only one unless a request is writing it.
     """
 
@@ -153,17 +151,18 @@ class CacheEntry(PrefixText):
     number: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
-    def has_logits(self) -> bool:
-        return self.logits is not None
-
-    @property
     def most_bytes(self) -> int:
         """The most bytes of a copy, which has free slots only where it cannot do without."""
         rows, slots = self.cache.batch_size, max(each.table.slots for each in self.cache.layers)
         own, recalled = self.cache.bytes_held // rows, self.cache.recall_bytes // rows
         is_cut = self.holds_all and self.marks is None  # states have one size
         own = own * len(self.tokens) // max(slots, 1) + SLOT_BYTES if is_cut else own
-        return own + recalled + (0 if self.logits is None else self.logits.nbytes)
+        return own + recalled + self.logits_bytes
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of its logits."""
+        return 0 if self.logits is None else self.logits.nbytes
 
     def covers(self, other: CacheEntry) -> bool:
         """Return True if nobody needs `other` beside this."""
@@ -178,10 +177,9 @@ class CacheEntry(PrefixText):
         """Its first tokens, of which its cache is to have no others."""
         if self.cache.tokens_seen[0] > tokens:
             self.cache.rollback(self.cache.tokens_seen[0] - tokens)
-        passes = tuple(each for each in self.passes if each <= tokens)
-        logits = self.logits if tokens == len(self.tokens) else None
-        marks = self.cache.checkpoints_of(0)
-        return replace(self, tokens=self.tokens[:tokens], passes=passes, logits=logits, marks=marks)
+        passes, marks = tuple(each for each in self.passes if each <= tokens), self.cache.checkpoints_of(0)
+        found = replace(self, tokens=self.tokens[:tokens], passes=passes, marks=marks)
+        return found if (self.logits_end or 0) <= tokens else replace(found, logits=None, logits_end=None)
 
     @property
     def stored(self) -> EntryInfo:

@@ -1,8 +1,9 @@
 """Many texts at once: one thread owns the model and its caches, and lets requests read and write in turn.
 
-A turn is one decode step of every lane, then one chunk of one prompt. So no decode step waits longer than a chunk, and
-a long prompt holds no short one back, because prompts are read in turn. A request waits until it has a row. From then
-on it owns all the memory that it can need.
+A turn is one chunk of one prompt, or one decode step of every lane. Where there is work of both kinds they alternate.
+So no decode step waits longer than a chunk, a prompt that comes alone waits for no step, and a long prompt holds no
+short one back, because prompts are read in turn. A request waits until it has a row. From then on it owns all the
+memory that it can need.
 """
 
 from __future__ import annotations
@@ -317,7 +318,7 @@ class Scheduler(Service):
         self._changed, self._cancelled = Condition(), set[int]()
         self._guard, self._number = ErrorCounter(self._totals, self._lockstep is not None), 0
         self._stops_at: float | None = None
-        self._is_dead = False
+        self._is_dead = self._has_read = False
         self._sizes, self._limit = Sizes(), self.bytes_limit
         self._status = self._told()
         self._threads = torch.get_num_threads()  # each thread has a number of its own
@@ -435,18 +436,22 @@ class Scheduler(Service):
     @torch.no_grad()
     def _turn(self, turn: StepInput) -> None:
         self._admit(turn)
-        for lane in {id(task.lane): task.lane for task in self._tasks}.values():
-            writing = [task for task in self._tasks if task.lane is lane and task.reader is None]
-            if writing:
-                self._write(lane, writing)
-        if self._reading:
-            task = self._reading.popleft()
-            self._guard.do([task], task.read)
-            self._show(task)
-            self._finish(task)
-            if task.reader is not None:
-                self._reading.append(task)
+        writing = [task for task in self._tasks if task.reader is None]
+        self._has_read = bool(self._reading) and not (self._has_read and writing)
+        if self._has_read:
+            self._read(self._reading.popleft())
+        else:
+            for lane in {id(task.lane): task.lane for task in writing}.values():
+                self._write(lane, [task for task in writing if task.lane is lane])
         self._retire()
+
+    def _read(self, task: ActiveRequest) -> None:
+        """Read one chunk of a prompt, which then waits for its next turn behind the others."""
+        self._guard.do([task], task.read)
+        self._show(task)
+        self._finish(task)
+        if task.reader is not None:
+            self._reading.append(task)
 
     def _write(self, lane: Lane, writing: Sequence[ActiveRequest]) -> None:
         """Write one more token of each text in a lane. An error of the engine's own loses the lane's contents."""

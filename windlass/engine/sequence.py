@@ -319,6 +319,7 @@ class ActiveRequest(RowSource):
         self.cached, self.recomputed = self.reader.cached, 0
         self._snapshots, self._may_be_kept = snapshots, self.reader.may_be_kept and ticket.request.reuse.store
         self._passes, self._holds_all = self.reader.passes, 0
+        self._logits: Tensor | None = None  # behind the prompt, for requests that ask the same
         self._moved, self._sound = self.reader.moved, self.reader.sound
         self._finish: Finish | None = None
         heads = lane.cache.heads
@@ -328,7 +329,8 @@ class ActiveRequest(RowSource):
         """Number of tokens read and written so far."""
 
     def read(self) -> None:
-        """Read one more chunk of the prompt. After the last one, choose the first token."""
+        """Read one more chunk of the prompt. After the last one, choose the first token, and only then keep and move
+        what was read."""
         reader = self.reader
         assert reader is not None, "a prompt that was read before"
         reader.read()
@@ -340,13 +342,17 @@ class ActiveRequest(RowSource):
             return
         if self.ticket.request.scores_prompt:
             self.ticket.put(PromptLogprobs(tuple(reader.logprobs)))
-        if not self.ticket.request.max_tokens:
-            self._end("length")
+        if self.ticket.request.max_tokens:
+            self.take(reader.logits[None].clone())
         else:
+            self._end("length")
+        reader.keep()
+        if self._may_be_kept and self._snapshots.kept.limit:
+            self._logits = reader.logits
+        if not self.is_over:
             self._passes, self._holds_all = reader.passes, holds_all(reader.cache)
             self.lane.put(self.row, reader.cache)
             self.reader = None
-            self.take(reader.logits[None])
 
     def next_tokens(self) -> list[int]:
         """The tokens that the next pass reads: the latest one, and drafts behind it if no other text has a row."""
@@ -421,6 +427,7 @@ class ActiveRequest(RowSource):
         if not tokens:
             return None
         is_all = len(tokens) <= most
+        logits = self._logits if is_all else None
         return CacheEntry(
             tokens=tokens,
             passes=passes,
@@ -430,6 +437,8 @@ class ActiveRequest(RowSource):
             key=key,
             cache=self.cache,
             bytes=0,
+            logits=logits,
+            logits_end=None if logits is None else len(self.ticket.request.prompt),
             row=self.index,
         )
 

@@ -250,13 +250,15 @@ class TokenizedText:
 
 @final
 class PromptEncoder:
-    """Tokenizes prompts. A long one that begins as one of the latest did is tokenized from its end on.
+    """Tokenizes prompts. A long one that begins as one of the latest did is tokenized from its end on. The latest is
+    known.
 
     Tokenizers cut a text at special tokens first, and read the texts between them one by one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer, self._held = tokenizer, list[TokenizedText]()  # least recently used first
+        self._latest: TokenizedText | None = None  # however short
         with_start, without = encode(tokenizer, "a", True), encode(tokenizer, "a", False)
         is_open = with_start[len(with_start) - len(without) :] == without  # nothing is put behind a text
         added = tokenizer.added_tokens_decoder.items() if is_open and tokenizer.is_fast else ()
@@ -266,9 +268,14 @@ class PromptEncoder:
         """A text as a prompt begins with it."""
         if not text:
             return TokenizedText(text, (), *(array("i") for _ in range(3)))
+        if self._latest is None or self._latest.text != text:
+            self._latest = self._found(text)
+        return self._latest
+
+    def _found(self, text: str) -> TokenizedText:
         known = [(shared(each.text, text), each) for each in self._held] if len(text) >= LEAST else []
         same, base = max(known, key=lambda pair: pair[0], default=(0, None))
-        found = self._after(base, same, text) if base is not None else None
+        found = None if base is None else base if base.text == text else self._after(base, same, text)
         if found is None:
             found = self._joined(TokenizedText(text, (), *(array("i") for _ in range(3))), text, 0)
         if len(text) >= LEAST:
