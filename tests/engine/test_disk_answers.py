@@ -18,9 +18,10 @@ from windlass.cache import cache as memory_of_cache
 from windlass.cache import recall as memory_of_recall
 from windlass.cache.recall import RecallMemory
 from windlass.engine.disk import NAME, DiskTier
-from windlass.engine.prefix_cache import key_of
+from windlass.engine.prefill import Reader
+from windlass.engine.prefix_cache import PrefixCache, Snapshots, key_of
 from windlass.engine.prefix_entry import CacheEntry, EntrySelector
-from windlass.engine.request import EXACT, Reuse
+from windlass.engine.request import EXACT, PREFIX, Reuse
 from windlass.engine.scheduler import Scheduler
 from windlass.hf import prompt_cache
 
@@ -131,6 +132,26 @@ def test_evicted_tokens_are_written_once(
     disk.forget(EntrySelector(""))
     assert not segments(tmp_path)
     disk.close()
+
+
+@pytest.mark.usefixtures("pieces")
+def test_a_file_that_leaves_takes_no_segment_of_the_new_one_with_it(
+    attached_model: Models, text: Text, tmp_path: Path
+) -> None:
+    """Each text ends behind a segment of its own, and from the tenth on a shorter one leaves."""
+    model, own, done = attached_model("llama"), options_of(budget=40, recall=24), 0
+    (ids,) = rows_of(text, 1500)
+    for size in range(135, 1500, 129):
+        disk = DiskTier(tmp_path, PLENTY, model)
+        snapshots = Snapshots(PrefixCache(PLENTY), disk)
+        reader = Reader(model, request_of(ids[:size], options=own, reuse=Reuse(store=False, mode=PREFIX)), snapshots)
+        assert reader.cached == done
+        while not reader.is_done:
+            reader.read()
+        snapshots.keep(reader.entry)
+        snapshots.close()
+        done = size
+    assert len(tokens_in(tmp_path)) == 9
 
 
 @pytest.mark.usefixtures("pieces")

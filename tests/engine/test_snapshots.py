@@ -14,6 +14,7 @@ import windlass
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import events_of, options_of, request_of, rows_of, running, wait_for
 from windlass.cache.slot_table import SlotTable
+from windlass.core.types import Tokens
 from windlass.engine.prefill import Reader
 from windlass.engine.prefix_cache import PrefixCache, Snapshots
 from windlass.engine.prefix_entry import PrefixText, superfluous
@@ -216,7 +217,7 @@ def test_of_many_beginnings_of_a_text_those_far_apart_stay(
     sizes: tuple[int, ...], gone: list[int], kind: type[PrefixText]
 ) -> None:
     tokens = tuple(range(100))
-    rows = [kind(tokens=tokens[:size]) for size in sizes]
-    others = [PrefixText(tokens=(7, *tokens[:9])), PrefixText(tokens=tokens[:11], holds_all=True)]
-    assert [len(each.tokens) for each in superfluous(PrefixText(tokens=tokens), [*others, *rows])] == gone
-    assert superfluous(PrefixText(tokens=tokens, holds_all=True), rows) == []
+    rows = [kind(tokens=Tokens.of(tokens[:size])) for size in sizes]
+    others = [PrefixText(tokens=Tokens.of((7, *tokens[:9]))), PrefixText(tokens=Tokens.of(tokens[:11]), holds_all=True)]
+    assert [len(each.tokens) for each in superfluous(PrefixText(tokens=Tokens.of(tokens)), [*others, *rows])] == gone
+    assert superfluous(PrefixText(tokens=Tokens.of(tokens), holds_all=True), rows) == []

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -35,6 +36,7 @@ from windlass.cache.rows import StateCheckpoint
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError, WindlassWarning, check_kind
 from windlass.core.files import replacing
 from windlass.core.step import HEADROOM, no_inference_mode
+from windlass.core.types import Tokens
 from windlass.hf.attach import attached
 from windlass.hf.forward import LayerShape, layer_shapes, vocabulary_of
 from windlass.hf.model_cache import ModelCache
@@ -334,9 +336,8 @@ def save(
     }
     packed = gather_heads(cache, packed)
     tensors = {f"layers.{index}.{name}": tensor for index, held in packed.items() for name, tensor in held.items()}
-    for row, ids in enumerate(cache.tokens or []):
-        tensors[f"tokens.{row}"] = torch.empty(len(ids), dtype=torch.int32)
-        tensors[f"tokens.{row}"].numpy()[:] = ids  # many times as fast as a tensor of a list
+    for row, ids in enumerate(cache.rows.ids or []):
+        tensors[f"tokens.{row}"] = torch.from_numpy(np.frombuffer(bytearray(bytes(ids)), np.int32))
     for state in cache.recurrent:
         tensors |= {state_name(state.index, name): tensor for name, tensor in state.tensors().items()}
     tensors |= _of_checkpoints(cache)
@@ -392,7 +393,8 @@ def load(
         prefix = state_name(state.index, "")
         own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
         state.load({name: each.to(cache.device) for name, each in own.items()})
-    tokens = [tensors[f"tokens.{row}"].tolist() for row in range(cache.batch_size)] if header.has_tokens else None
+    packed = (tensors[f"tokens.{row}"].numpy().tobytes() for row in range(cache.batch_size))
+    tokens = [*map(Tokens.of_bytes, packed)] if header.has_tokens else None
     cache.rows = header.table(tokens, _checkpoints(cache, header, tensors))
     if tokenizer is not None and header.chat_template not in (None, template_hash(tokenizer)):
         said = "was written with another chat template than the tokenizer has now. Its text stays as it is"
@@ -488,7 +490,7 @@ def _header(cache: ModelCache, model: PreTrainedModel, tokenizer: PreTrainedToke
             else LayerHeader(sliding_window=layer.sliding_window, has_evicted=has_evicted, budget=budget)
             for layer, has_evicted, budget in notes
         ),
-        has_tokens=cache.tokens is not None,
+        has_tokens=cache.rows.ids is not None,
         has_states=any(not state.is_empty for state in cache.recurrent),
         has_places=has_places(cache),
     )
