@@ -87,6 +87,7 @@ class RecallMemory:
         self.planned: list[tuple[int, str]] = []
         """Ends and numbers of the next segments."""
         self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, its width and its dtype
+        self._counted: tuple[tuple[Segment, ...], int] = (), 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
         """A copy with memory, or a file, of its own, but for the shared segments."""
@@ -115,6 +116,14 @@ class RecallMemory:
     def capacity(self) -> int:
         """The number of tokens of a row that fit."""
         return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments, counted anew where these have changed."""
+        if self._counted[0] is not self.segments:
+            size = sum(part.nbytes for each in self.segments for part in each.parts.values())
+            self._counted = self.segments, size
+        return self._counted[1]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -561,12 +570,14 @@ class RecallStore:
 
     def tensors(self, start: int = 0) -> dict[str, Tensor]:
         """All tensors that a file has to hold, by name. `start`: without the parts of tokens before the end of a
-        segment."""
+        segment, nor their positions, if these are 0, 1, 2, ..."""
         if self.is_empty:
             return {}
         tokens = max(self.lengths)
         constants = {name: self.codec.tensors()[name] for name in self.codec.constant_names}
-        parts = self.memory.filled(tokens, start) | constants | {POSITIONS: self.positions[:, :tokens]}
+        is_plain = bool((self.positions[:, :start] == torch.arange(start, device=self.positions.device)).all())
+        positions = self.positions[:, start * is_plain : tokens]
+        parts = self.memory.filled(tokens, start) | constants | {POSITIONS: positions}
         return {RECALL + name: tensor for name, tensor in parts.items()}
 
     def settled_tensors(self, start: int, stop: int) -> dict[str, Tensor]:
@@ -588,6 +599,12 @@ class RecallStore:
             ends = [min(length, here.stop) for length in lengths]
             held = {name: part[:, :, here] for name, part in parts.items()}
             self._put_rows(held, positions[:, here], ends, max(longest, 1))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is `allocated`."""
+        memories = (self.memory, *self.digests.both)
+        return self.positions.nbytes + self.last_recalled.nbytes + sum(each.nbytes for each in memories)
 
     def allocated(self) -> list[Tensor]:
         """All allocated tensors, in the memory of the host, a file, or the device."""

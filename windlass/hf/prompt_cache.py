@@ -30,7 +30,7 @@ from windlass.cache.compress import budgets_apart
 from windlass.cache.edits import has_places
 from windlass.cache.head_groups import Leaf, leaves_of
 from windlass.cache.options import CacheOptions, policy_of, recall_folder_of
-from windlass.cache.recall import is_moved_later
+from windlass.cache.recall import POSITIONS, RECALL, is_moved_later
 from windlass.cache.recurrent import RecurrentLayer
 from windlass.cache.rows import StateCheckpoint
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError, WindlassWarning, check_kind
@@ -126,23 +126,40 @@ def read(
     """
     with _opened(path) as (metadata, file):
         names = file.keys()
-        header = Header.parsed(metadata["contents"])
-        checked = check(header, {name: _behind(_layout(name, file), before.get(name)) for name in names})
+        header, layouts = Header.parsed(metadata["contents"]), {name: _layout(name, file) for name in names}
+        before = _left_out(before, layouts)
+        checked = check(header, {name: _behind(each, before.get(name)) for name, each in layouts.items()})
         # Copies: the file is mapped into memory, and may change or vanish later.
         tensors = {name: file.get_tensor(name).clone() for name in names}
     if checksum(metadata["contents"], tensors) != metadata["checksum"]:
         raise InconsistentFile("its contents do not fit its checksum")
-    return checked, tensors | {name: torch.cat([part, tensors[name]], 2) for name, part in before.items()}
+    return checked, tensors | {name: torch.cat([part, tensors[name]], _axis(part)) for name, part in before.items()}
+
+
+def _axis(part: Tensor) -> int:
+    """The dimension of the tokens: positions have no heads and no width."""
+    return 2 if part.dim() == 4 else 1
+
+
+def _left_out(before: Mapping[str, Tensor], layouts: Mapping[str, TensorSpec]) -> Mapping[str, Tensor]:
+    """Those of the tokens `before` that a file has not: it has all positions of a text that was edited."""
+    sizes = {layouts[name].shape[2:3] for name, part in before.items() if part.dim() == 4 and name in layouts}
+    return {
+        name: part
+        for name, part in before.items()
+        if part.dim() == 4 or (name in layouts and layouts[name].shape[1:2] in sizes)
+    }
 
 
 def _behind(own: TensorSpec, before: Tensor | None) -> TensorSpec:
     """The layout of a tensor behind the tokens `before` it."""
     if before is None:
         return own
-    heads, tokens, width = own.shape[:2], own.shape[2], own.shape[3:]
-    if own.dtype != before.dtype or (heads, width) != (before.shape[:2], before.shape[3:]):
+    axis = _axis(before)
+    rest, its = (shape[:axis] + shape[axis + 1 :] for shape in (own.shape, tuple(before.shape)))
+    if len(own.shape) != before.dim() or own.dtype != before.dtype or rest != its:
         raise InconsistentFile("its recalled tokens have another layout than those of the file before it")
-    return TensorSpec((*heads, before.shape[2] + tokens, *width), own.dtype)
+    return TensorSpec((*own.shape[:axis], before.shape[axis] + own.shape[axis], *own.shape[axis + 1 :]), own.dtype)
 
 
 Segments = Sequence[tuple[int, str]]  # ends and numbers of parts of the tokens that can be recalled
@@ -190,7 +207,9 @@ def read_segments(segments: Segments, paths: Sequence[Path]) -> RecalledBefore:
             raise PromptCacheError(f"{path} is damaged: its contents do not fit its checksum. {AGAIN}")
         for name, part in tensors.items():
             parts.setdefault(name, []).append(part)
-    return RecalledBefore(segments, {name: torch.cat(each, 2) for name, each in parts.items()})
+    plain = torch.arange(segments[-1][0] if segments else 0, dtype=torch.int32)[None]
+    positions = {f"{name.partition(RECALL)[0]}{RECALL}{POSITIONS}": plain for name in parts}
+    return RecalledBefore(segments, {name: torch.cat(each, 2) for name, each in parts.items()} | positions)
 
 
 @contextmanager
