@@ -127,7 +127,7 @@ def read(
     with _opened(path) as (metadata, file):
         names = file.keys()
         header, layouts = Header.parsed(metadata["contents"]), {name: _layout(name, file) for name in names}
-        before = _left_out(before, layouts)
+        before = _without_own(before, layouts)
         checked = check(header, {name: _behind(each, before.get(name)) for name, each in layouts.items()})
         # Copies: the file is mapped into memory, and may change or vanish later.
         tensors = {name: file.get_tensor(name).clone() for name in names}
@@ -141,8 +141,8 @@ def _axis(part: Tensor) -> int:
     return 2 if part.dim() == 4 else 1
 
 
-def _left_out(before: Mapping[str, Tensor], layouts: Mapping[str, TensorSpec]) -> Mapping[str, Tensor]:
-    """Those of the tokens `before` that a file has not: it has all positions of a text that was edited."""
+def _without_own(before: Mapping[str, Tensor], layouts: Mapping[str, TensorSpec]) -> Mapping[str, Tensor]:
+    """Leave tokens `before` out that a file has itself: all positions of a text that was edited."""
     sizes = {layouts[name].shape[2:3] for name, part in before.items() if part.dim() == 4 and name in layouts}
     return {
         name: part
