@@ -174,7 +174,7 @@ def test_a_file_under_the_name_of_another_is_not_used(
     with opened(tmp_path, model) as (snapshots, _):
         read(model, ids, snapshots)
     [name] = files(tmp_path)
-    record = name.with_suffix(".json").read_text()
+    record = name.with_suffix(".json").read_bytes()
     name.unlink()
     foreign = attached_model("qwen3") if other == "model" else model
     with opened(tmp_path, foreign) as (snapshots, _):
@@ -186,7 +186,7 @@ def test_a_file_under_the_name_of_another_is_not_used(
     [path] = files(tmp_path)
     assert path.name != name.name
     path.rename(name)
-    name.with_suffix(".json").write_text(record)
+    name.with_suffix(".json").write_bytes(record)
     with opened(tmp_path, model) as (snapshots, _), caplog.at_level(logging.WARNING):
         assert read(model, ids, snapshots).cached == (52 if other == "tenant" else 0)
     assert ("was deleted" in caplog.text) == (other != "tenant")

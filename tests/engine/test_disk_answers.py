@@ -7,20 +7,23 @@ from threading import Event
 from typing import Any
 
 import pytest
+from safetensors import safe_open
+from torch.testing import assert_close
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.helpers.conversations import LOOSE, PLENTY, WIDE, Conversation, chat
 from tests.helpers.hybrids import bound
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import options_of, request_of, rows_of, running, tokens_of, wait_for
-from windlass import KVCache
+from windlass import KVCache, prefill
 from windlass.cache import cache as memory_of_cache
 from windlass.cache import recall as memory_of_recall
 from windlass.cache.recall import RecallMemory
 from windlass.engine.disk import NAME, DiskTier
-from windlass.engine.prefix_cache import key_of
+from windlass.engine.prefill import Reader
+from windlass.engine.prefix_cache import PrefixCache, Snapshots, key_of, pack
 from windlass.engine.prefix_entry import CacheEntry, EntrySelector
-from windlass.engine.request import EXACT, Reuse
+from windlass.engine.request import EXACT, PREFIX, Reuse
 from windlass.engine.scheduler import Scheduler
 from windlass.hf import prompt_cache
 
@@ -134,6 +137,26 @@ def test_evicted_tokens_are_written_once(
 
 
 @pytest.mark.usefixtures("pieces")
+def test_a_file_that_leaves_takes_no_segment_of_the_new_one_with_it(
+    attached_model: Models, text: Text, tmp_path: Path
+) -> None:
+    """Each text ends behind a segment of its own, and from the tenth on a shorter one leaves."""
+    model, own, done = attached_model("llama"), options_of(budget=40, recall=24), 0
+    (ids,) = rows_of(text, 1500)
+    for size in range(135, 1500, 129):
+        disk = DiskTier(tmp_path, PLENTY, model)
+        snapshots = Snapshots(PrefixCache(PLENTY), disk)
+        reader = Reader(model, request_of(ids[:size], options=own, reuse=Reuse(store=False, mode=PREFIX)), snapshots)
+        assert reader.cached == done
+        while not reader.is_done:
+            reader.read()
+        snapshots.keep(reader.entry)
+        snapshots.close()
+        done = size
+    assert len(tokens_in(tmp_path)) == 9
+
+
+@pytest.mark.usefixtures("pieces")
 @pytest.mark.parametrize("damage", ["lost", "cut", "changed"])
 def test_a_damaged_segment_is_told(
     attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, tmp_path: Path, damage: str
@@ -154,6 +177,38 @@ def test_a_damaged_segment_is_told(
         elif turn == 0:
             first.write_bytes(first.read_bytes()[:-1] + b"x")
     assert answers[0] == answers[1]
+
+
+@pytest.mark.usefixtures("pieces")
+@pytest.mark.parametrize("is_edited", [False, True])
+def test_a_file_has_the_positions_of_its_own_tokens_alone(
+    attached_model: Models, text: Text, tmp_path: Path, is_edited: bool
+) -> None:
+    """Unless an edit has moved tokens of the segments before them."""
+    model = attached_model("llama")
+    cache = KVCache.from_options(model, options_of(budget=40, recall=24))
+    prefill(model, cache, rows_of(text, 300))
+    if is_edited:
+        cache.drop(5, 9)
+    pack(cache)
+    segments, own = prompt_cache.settled(cache), tmp_path / "own"
+    paths = [tmp_path / number for _, number in segments]
+    assert [end for end, _ in segments] == [128, 256]
+    for start, (end, _), path in zip((0, 128), segments, paths, strict=True):
+        prompt_cache.save_segment(cache, path, start, end)
+    prompt_cache.save(cache, own, model, None, segments)
+    with safe_open(own, "pt") as file:
+        names = [name for name in file.keys() if name.endswith("recall.positions")]  # noqa: SIM118  # it is no dict
+        sizes = {file.get_slice(name).get_shape()[1] for name in names}
+    assert sizes == ({300} if is_edited else {44})
+    before = prompt_cache.read_segments(segments, paths)
+    loaded = prompt_cache.load(own, model, KVCache.from_options, None, None, None, before)
+    for ours, its in zip(loaded.layers, cache.layers, strict=True):
+        assert ours.table.recall is not None
+        assert its.table.recall is not None
+        assert_close(ours.table.recall.positions[:, :300], its.table.recall.positions[:, :300], rtol=0, atol=0)
+    more = rows_of(text, 309)[0][300:]
+    assert_close(prefill(model, loaded, [more]), prefill(model, cache, [more]), rtol=0, atol=0)
 
 
 def test_a_hybrid_goes_on_in_the_next_server(tokenizer: PreTrainedTokenizerBase, text: Text, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from tests.helpers.joined import joined_by_hand, texts
 from tests.helpers.models import Models
 from tests.helpers.schedulers import events_of, options_of, request_of, running, tokens_of, wait_for
 from windlass import KVCache, UsageError, chunks
+from windlass.core.types import Tokens
 from windlass.engine.chunks import PartsReader, part_options
 from windlass.engine.prefill import PromptReader
 from windlass.engine.prefix_cache import PrefixCache
@@ -189,7 +190,7 @@ def empty() -> KVCache:
 
 
 def _of_bytes(size: int) -> CacheEntry:
-    return CacheEntry(tokens=(), key=CacheKey("part", "", "", ()), cache=empty(), bytes=size)
+    return CacheEntry(tokens=Tokens(), key=CacheKey("part", "", "", ()), cache=empty(), bytes=size)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])

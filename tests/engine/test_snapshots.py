@@ -17,6 +17,7 @@ from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import events_of, options_of, request_of, rows_of, running, wait_for
 from windlass.cache.slot_table import SlotTable
 from windlass.core.step import PROMPT
+from windlass.core.types import Tokens
 from windlass.engine import prefill
 from windlass.engine.prefill import Reader, feed
 from windlass.engine.prefix_cache import PrefixCache, Snapshots
@@ -296,7 +297,7 @@ def test_of_many_beginnings_of_a_text_those_far_apart_stay(
     sizes: tuple[int, ...], gone: list[int], is_prompt: bool
 ) -> None:
     tokens = tuple(range(100))
-    rows = [PrefixText(tokens=tokens[:size], logits_end=size if is_prompt else None) for size in sizes]
-    others = [PrefixText(tokens=(7, *tokens[:9])), PrefixText(tokens=tokens[:11], holds_all=True)]
-    assert [len(each.tokens) for each in superfluous(PrefixText(tokens=tokens), [*others, *rows])] == gone
-    assert superfluous(PrefixText(tokens=tokens, holds_all=True), rows) == []
+    rows = [PrefixText(tokens=Tokens.of(tokens[:size]), logits_end=size if is_prompt else None) for size in sizes]
+    others = [PrefixText(tokens=Tokens.of((7, *tokens[:9]))), PrefixText(tokens=Tokens.of(tokens[:11]), holds_all=True)]
+    assert [len(each.tokens) for each in superfluous(PrefixText(tokens=Tokens.of(tokens)), [*others, *rows])] == gone
+    assert superfluous(PrefixText(tokens=Tokens.of(tokens), holds_all=True), rows) == []

@@ -104,8 +104,8 @@ class DictatedService:
         def dictated(requests: Sequence[Request], notify: Callable[[], None] | None = None) -> list[Ticket]:
             [request] = requests
             tokens = words.encoded(self._text, False)
-            self.prompts.append(request.prompt)
-            self.rows.append(request.prompt + tokens)
+            self.prompts.append(tuple(request.prompt))
+            self.rows.append((*request.prompt, *tokens))
             grammar = Dictation(tokens, words.vocabulary) if told is None else None
             return submit([replace(request, grammar=grammar)], notify)
 

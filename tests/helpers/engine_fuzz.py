@@ -23,11 +23,12 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import windlass
 from tests.helpers.models import MODEL
 from tests.helpers.schedulers import events_of, options_of
+from windlass.core.types import shared
 from windlass.engine.disk import DiskTier
 from windlass.engine.prefix_entry import EntrySelector
 from windlass.engine.request import EXACT, Failure, Finish, Piece, Request, Reuse, Ticket
 from windlass.engine.scheduler import Scheduler
-from windlass.engine.text import Stops, shared
+from windlass.engine.text import Stops
 from windlass.testing import VOCABULARY, tiny_model
 
 KINDS = (options_of(budget=24), options_of(budget=150), options_of(budget=24, recall=8), options_of(policy="h2o"))
@@ -130,11 +131,11 @@ class EngineFuzz:
         if found != [each for each in events_of(again) if isinstance(each, Piece)]:
             self.differences.append(f"{told}: other tokens, {end.usage.cached} cached")
         own = self._known.setdefault(name, [])
-        if end.usage.cached > max((shared(each, request.prompt) for each in own), default=0):
+        if end.usage.cached > max((shared(each, tuple(request.prompt)) for each in own), default=0):
             self.differences.append(f"{told}: {end.usage.cached} cached, which this tenant has not sent")
         self.spared, self.tokens = self.spared + end.usage.cached, self.tokens + len(request.prompt)
         answer = tuple(each.token for each in found)
-        self._known[name] = [*own[-400:], request.prompt + answer]
+        self._known[name] = [*own[-400:], (*request.prompt, *answer)]
         talk.messages = [*talk.messages, answer]
 
     def _turn(self, place: Place, talk: Talk) -> None:
@@ -153,7 +154,7 @@ class EngineFuzz:
 
     def _cancel(self, place: Place, talk: Talk) -> None:
         _, _, request, ticket = self._submitted(place, talk)
-        self._known.setdefault((place[0], request.reuse.name, talk.kind), []).append(request.prompt)
+        self._known.setdefault((place[0], request.reuse.name, talk.kind), []).append(tuple(request.prompt))
         if self._draw.random() < 0.5:
             ticket.take(0.01)
         self._engine.cancel(ticket)

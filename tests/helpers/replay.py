@@ -25,11 +25,12 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
 from windlass.core.step import PROMPT
+from windlass.core.types import shared
 from windlass.engine.prefill import Reader, feed
 from windlass.engine.prefix_cache import PrefixCache, Snapshots
 from windlass.engine.recompute import Alignment, EditPlan, Sinks
 from windlass.engine.request import PREFIX, Request, Reuse, ReuseMode
-from windlass.engine.text import Stops, shared
+from windlass.engine.text import Stops
 from windlass.hf.load import load
 
 HABITS: Final = ("thoughts", "reminder", "pruned", "early word", "hash", "branch", "retry", "plain")

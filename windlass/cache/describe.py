@@ -8,6 +8,7 @@ from typing import Final
 
 from torch import Tensor
 
+from windlass.cache.recall import RecallStore
 from windlass.cache.state import CacheState
 from windlass.core.parse import in_units
 from windlass.positions.modes import Original, Windowed
@@ -59,12 +60,11 @@ def recall_bytes(cache: CacheState) -> int:
 
     They are in the host's memory or a file, except digests and positions, which are on the device that ranks tokens.
     """
-    return sum(tensor.nbytes for tensor in _recalled(cache))
+    return sum(store.nbytes for store in _recalled(cache))
 
 
-def _recalled(cache: CacheState) -> list[Tensor]:
-    stores = [layer.table.recall for layer in cache.layers_to_read if layer.table.recall is not None]
-    return [tensor for store in stores for tensor in store.allocated()]
+def _recalled(cache: CacheState) -> list[RecallStore]:
+    return [layer.table.recall for layer in cache.layers_to_read if layer.table.recall is not None]
 
 
 def recall_note(cache: CacheState) -> str:
@@ -73,7 +73,7 @@ def recall_note(cache: CacheState) -> str:
     place = "in memory" if options.recall_folder is None else f"in a file of {options.recall_folder}"
     held = ", ".join(map(str, cache.rows.tokens_seen))
     size = in_units(recall_bytes(cache))
-    near = [tensor for tensor in _recalled(cache) if tensor.device.type != "cpu"]
+    near = [tensor for each in _recalled(cache) for tensor in each.allocated() if tensor.device.type != "cpu"]
     beside = f", {in_units(sum(each.nbytes for each in near))} of it on {near[0].device}" if near else ""
     told = f"{size} {place}{beside} ({options.recall_store.name})"
     return f"{options.recall} tokens a layer and step, of {held}, which take {told}"

@@ -27,6 +27,7 @@ from windlass.core.errors import UsageError, check_kind, whole_number
 from windlass.core.parse import MAX_NUMBER
 from windlass.core.positions import EMPTY, MAX_PLACE, PLACE, PLACES, Picture
 from windlass.core.step import Step, no_inference_mode
+from windlass.core.types import Tokens
 from windlass.policies.base import INITIAL_STATE
 from windlass.stores.base import INDEX_KEYS, Parts
 
@@ -255,8 +256,7 @@ def copy(cache: CacheState, source: int, target: int) -> None:
         check_row(cache, row, name)
     for layer in (*cache.layers, *cache.recurrent):
         layer.copy_row(source, target)
-    copied = cache.rows.rows[source].copied()
-    cache.rows = cache.rows.changed(lambda *_: copied, target)
+    cache.rows = cache.rows.changed(lambda *_: cache.rows.rows[source], target)
 
 
 def _check_shift(positions: Tensor, start: int, end: int, by: int, text_end: int) -> None:
@@ -341,7 +341,7 @@ def put_row(cache: CacheState, row: int, other: CacheState, source: int = 0, tok
     check_row(cache, row, "row")
     check_row(other, source, "source")
     _check_alike(cache, other)
-    copied = other.rows.rows[source].copied()
+    copied = other.rows.rows[source]
     beyond = 0 if tokens is None else copied.tokens_seen - tokens
     prior = prior_states(other.recurrent, other.rows.rows, [beyond * (at == source) for at in range(other.batch_size)])
     copied = copied.rolled_back(beyond) if beyond else copied
@@ -368,7 +368,7 @@ def clear_row(cache: CacheState, row: int) -> None:
         recurrent.forget_steps()
         for tensor in recurrent.tensors().values():
             tensor[row] = 0
-    cache.rows = cache.rows.changed(lambda *_: RowState(ids=[]), row)
+    cache.rows = cache.rows.changed(lambda *_: RowState(ids=Tokens()), row)
 
 
 @no_inference_mode
@@ -481,7 +481,7 @@ def begin_after(cache: CacheState, prefix: int, ids: Sequence[int]) -> None:
         drop(cache, 0, prefix)
         shift(cache, prefix, end, -prefix)
     tokens = len(ids)
-    cache.rows = RowTable((RowState(tokens, tokens, tokens, 0, ((0, tokens),), list(ids), tokens),))
+    cache.rows = RowTable((RowState(tokens, tokens, tokens, 0, ((0, tokens),), Tokens.of(ids)),))
     if cache.options.budget is not None:
         cut_to_budget(cache)
     for layer in cache.layers:

@@ -12,9 +12,10 @@ import mmap
 import operator
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
-from typing import Final, NamedTuple, final
+from typing import Final, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -87,6 +88,7 @@ class RecallMemory:
         self.planned: list[tuple[int, str]] = []
         """Ends and numbers of the next segments."""
         self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, its width and its dtype
+        self._counted: tuple[tuple[Segment, ...], int] = (), 0
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
         """A copy with memory, or a file, of its own, but for the shared segments."""
@@ -115,6 +117,14 @@ class RecallMemory:
     def capacity(self) -> int:
         """The number of tokens of a row that fit."""
         return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments, counted anew where these have changed."""
+        if self._counted[0] is not self.segments:
+            size = sum(part.nbytes for each in self.segments for part in each.parts.values())
+            self._counted = self.segments, size
+        return self._counted[1]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -234,6 +244,16 @@ def _new() -> str:
     return secrets.token_hex(8)
 
 
+View = TypeVar("View")
+Views = tuple[tuple[Segment, ...], tuple[View, ...]]
+"""Segments as kernels read them. Only those of new segments are made."""
+
+
+def _views(known: Views[View], segments: tuple[Segment, ...], of: Callable[[int], View]) -> Views[View]:
+    same = sum(takewhile(bool, map(operator.is_, known[0], segments)))
+    return segments, (*known[1][:same], *map(of, range(same, len(segments))))
+
+
 NOWHERE: Final = -1  # the index of a column that is not written
 
 
@@ -245,7 +265,7 @@ class PageDigests:
         self.codec, self.memory = codec, memory
         folder, piece = memory.folder, memory.piece // PAGE
         self.largest, self.least = (RecallMemory(folder, piece, is_near=folder is None) for _ in range(2))
-        self._tiled: tuple[tuple[Segment, ...], tuple[Digests, ...]] = (), ()
+        self._tiled: Views[Digests] = (), ()
 
     @property
     def both(self) -> tuple[RecallMemory, RecallMemory]:
@@ -255,6 +275,7 @@ class PageDigests:
     def __deepcopy__(self, memo: dict[int, object]) -> PageDigests:
         twin = PageDigests(copy.deepcopy(self.codec, memo), copy.deepcopy(self.memory, memo))
         twin.largest, twin.least = (copy.deepcopy(each, memo) for each in self.both)
+        twin._tiled = self._tiled[0][: self.largest.shared], self._tiled[1][: self.largest.shared]
         return twin
 
     def share(self, tokens: int) -> None:
@@ -292,15 +313,14 @@ class PageDigests:
     def tiled(self) -> tuple[Digests, ...]:
         """The digests as kernels read them. The result is the same object until the memory grows."""
         if self._tiled[0] is not self.largest.segments:
-            self._tiled = self.largest.segments, tuple(map(Digests, *map(self._keys, self.both)))
+            self._tiled = _views(self._tiled, self.largest.segments, lambda at: Digests(*self._keys(at)))
         return self._tiled[1]
 
-    def _keys(self, memory: RecallMemory) -> list[TiledKeys]:
-        (keys,), found = memory.no_keys, []
-        for segment in memory.segments:
-            held = self.codec.over(segment.parts | memory.no_keys)
-            found.append(TiledKeys(segment.parts[keys], held.packed_keys()))
-        return found
+    def _keys(self, at: int) -> Iterator[TiledKeys]:
+        no_keys = self.largest.no_keys
+        for memory in self.both:
+            parts = memory.segments[at].parts
+            yield TiledKeys(parts[next(iter(no_keys))], self.codec.over(parts | no_keys).packed_keys())
 
 
 TOKEN_INDEX: Final = "recall_index"  # state: the number of tokens written to the row before that of the slot
@@ -337,7 +357,7 @@ class RecallStore:
         self.digests = PageDigests(codec, memory)
         self._ends = torch.empty(0, dtype=torch.int64)
         self._ended: tuple[int, ...] | None = None  # the numbers in `_ends`, known without a device sync
-        self._scanned: tuple[tuple[Segment, ...], tuple[RecallPiece, ...]] = (), ()
+        self._scanned: Views[RecallPiece] = (), ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallStore:
         """A copy that shares all memory in which nothing is written any more."""
@@ -346,6 +366,7 @@ class RecallStore:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy({**self.__dict__, "_scanned": ((), ())}, memo))
+        twin._scanned = self._scanned[0][: self.memory.shared], self._scanned[1][: self.memory.shared]
         return twin
 
     @property
@@ -561,12 +582,14 @@ class RecallStore:
 
     def tensors(self, start: int = 0) -> dict[str, Tensor]:
         """All tensors that a file has to hold, by name. `start`: without the parts of tokens before the end of a
-        segment."""
+        segment, nor their positions, if these are 0, 1, 2, ..."""
         if self.is_empty:
             return {}
         tokens = max(self.lengths)
         constants = {name: self.codec.tensors()[name] for name in self.codec.constant_names}
-        parts = self.memory.filled(tokens, start) | constants | {POSITIONS: self.positions[:, :tokens]}
+        is_plain = bool((self.positions[:, :start] == torch.arange(start, device=self.positions.device)).all())
+        positions = self.positions[:, start * is_plain : tokens]
+        parts = self.memory.filled(tokens, start) | constants | {POSITIONS: positions}
         return {RECALL + name: tensor for name, tensor in parts.items()}
 
     def settled_tensors(self, start: int, stop: int) -> dict[str, Tensor]:
@@ -589,6 +612,12 @@ class RecallStore:
             held = {name: part[:, :, here] for name, part in parts.items()}
             self._put_rows(held, positions[:, here], ends, max(longest, 1))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is `allocated`."""
+        memories = (self.memory, *self.digests.both)
+        return self.positions.nbytes + self.last_recalled.nbytes + sum(each.nbytes for each in memories)
+
     def allocated(self) -> list[Tensor]:
         """All allocated tensors, in the memory of the host, a file, or the device."""
         segments = (segment for each in (self.memory, *self.digests.both) for segment in each.segments)
@@ -596,14 +625,14 @@ class RecallStore:
 
     def pieces(self) -> tuple[RecallPiece, ...]:
         """Keys and values of all segments. The result is the same object until the memory grows."""
-        segments, no_keys = self.memory.segments, self.memory.no_keys
-        if self._scanned[0] is not segments:
-            (name,), found = no_keys, []
-            for segment in segments:
-                keys, values = self.codec.over(segment.parts | no_keys).packed()
-                found.append(RecallPiece(TiledKeys(segment.parts[name], keys), values))
-            self._scanned = segments, tuple(found)
+        if self._scanned[0] is not self.memory.segments:
+            self._scanned = _views(self._scanned, self.memory.segments, self._piece)
         return self._scanned[1]
+
+    def _piece(self, at: int) -> RecallPiece:
+        parts, no_keys = self.memory.segments[at].parts, self.memory.no_keys
+        keys, values = self.codec.over(parts | no_keys).packed()
+        return RecallPiece(TiledKeys(parts[next(iter(no_keys))], keys), values)
 
     def _grow(self, tokens: int, sample: Parts) -> None:
         self.memory.grow(tokens, sample)

@@ -13,7 +13,7 @@ from windlass.core.errors import UsageError
 from windlass.core.parse import DEFAULT_SINKS
 from windlass.core.positions import EMPTY, Picture, Places, places_of_axes
 from windlass.core.step import Pass, RowSinks, Step
-from windlass.core.types import QueryPositions, TokenIds, TokenMask
+from windlass.core.types import QueryPositions, TokenIds, TokenMask, Tokens
 
 Padding = tuple[tuple[int, int], ...] | None
 """Ranges [start, end) of padded columns (None: unknown after an edit or in a loaded file)."""
@@ -95,7 +95,7 @@ class RowState:
 
     `columns` counts the columns fed, padding included, and `since_edit` the tokens after its last edit, which are all
     that can be rolled back. `prompts` are the ranges [start, end) of positions that came in passes of several tokens,
-    drafts aside. The first `known_ids` of `ids` are the tokens fed, edits aside. `ids` is None where any came without
+    drafts aside. `ids` are the tokens fed, edits aside, None where any came without
     ids. `padding` has the ranges of columns that were no tokens. `pictures` are those of the text, dropped ones
     included: the text after them goes on at places that differ from its positions. The first `sinks` positions are
     never evicted (default: the number in the cache's options), nor are those in the ranges of `pins`. `checkpoints` are
@@ -107,8 +107,7 @@ class RowState:
     columns: int = 0
     since_edit: int = 0
     prompts: tuple[tuple[int, int], ...] = ()
-    ids: list[int] | None = None
-    known_ids: int = 0
+    ids: Tokens | None = None
     padding: Padding = ()
     pictures: tuple[Picture, ...] = ()
     sinks: int | None = None
@@ -116,21 +115,21 @@ class RowState:
     checkpoints: tuple[StateCheckpoint, ...] = ()
 
     def __deepcopy__(self, memo: dict[int, object]) -> RowState:
-        return self.copied()
+        return self
 
     @property
     def tokens(self) -> list[int] | None:
         """The ids of the tokens fed. None: they are not known."""
-        return None if self.ids is None else self.ids[: self.known_ids]
+        return None if self.ids is None else [*self.ids]
 
     def __eq__(self, other: object) -> bool:
-        """Return True if both are in the same state. Entries of `ids` beyond `known_ids` do not count."""
+        """Return True if both are in the same state."""
         return isinstance(other, RowState) and self._key == other._key
 
     @property
     def _key(self) -> tuple[object, ...]:
         counts = self.tokens_seen, self.next_position, self.columns, self.since_edit
-        return *counts, self.prompts, self.tokens, self.pictures, self.sinks, self.pins
+        return *counts, self.prompts, self.ids, self.pictures, self.sinks, self.pins
 
     @property
     def offset(self) -> int:
@@ -164,7 +163,6 @@ class RowState:
             self.since_edit + tokens,
             prompts,
             self.ids,
-            self.known_ids,
             self.padding if tokens == columns else extended(self.padding, self.columns, columns, is_token),
             self.pictures,
             self.sinks,
@@ -173,15 +171,8 @@ class RowState:
         )
 
     def told(self, ids: Sequence[int] | None) -> RowState:
-        """The row with the ids of the tokens that were fed last.
-
-        The list grows in place and is shared with the row before, which counts fewer of its entries. So taking a row
-        back needs no copy, and the time to append does not grow with the text.
-        """
-        if ids is None or self.ids is None:
-            return replace(self, ids=None, known_ids=0)
-        self.ids[self.known_ids :] = ids
-        return replace(self, known_ids=self.known_ids + len(ids))
+        """The row with the ids of the tokens that were fed last."""
+        return replace(self, ids=None if ids is None or self.ids is None else self.ids + ids)
 
     def moved_to(self, end: int) -> RowState:
         """The row with its text ending at position `end`. Raises: UsageError for an end inside of a picture."""
@@ -204,7 +195,7 @@ class RowState:
             tokens_seen=self.tokens_seen - tokens,
             columns=left,
             since_edit=self.since_edit - tokens,
-            known_ids=max(self.known_ids - tokens, 0),
+            ids=None if self.ids is None else self.ids[: max(len(self.ids) - tokens, 0)],
             padding=self.padding if is_known else None,
             checkpoints=tuple(each for each in self.checkpoints if each.tokens <= self.tokens_seen - tokens),
         )
@@ -220,27 +211,22 @@ class RowState:
 
     def filled(self, ids: Sequence[int]) -> RowState:
         """The row once the gaps of its text are read, as if it had read these ids in their order."""
-        return replace(self, since_edit=len(ids), padding=(), ids=list(ids), known_ids=len(ids))
-
-    def copied(self) -> RowState:
-        """A copy with a list of ids of its own."""
-        return replace(self, ids=self.tokens)
+        return replace(self, since_edit=len(ids), padding=(), ids=Tokens.of(ids))
 
     def joined(self, other: RowState, at: int) -> RowState:
         """The row with the text of `other` inserted at position `at`. Text from there on moves behind it.
 
         Its ids are inserted there, too, if this row's ids stand at their positions. Otherwise they are appended.
         """
-        before, added = self.tokens, other.tokens
+        before, added = self.ids, other.ids
         place = at if self.tokens_seen == self.next_position else self.tokens_seen
-        ids = None if before is None or added is None else [*before[:place], *added, *before[place:]]
+        ids = None if before is None or added is None else before[:place] + added + before[place:]
         return replace(
             self.moved_to(self.next_position + other.next_position),
             tokens_seen=self.tokens_seen + other.tokens_seen,
             columns=self.columns + other.columns,
             since_edit=0,
             ids=ids,
-            known_ids=0 if ids is None else len(ids),
             padding=None,
         )
 
@@ -254,7 +240,7 @@ class RowTable:
     @classmethod
     def at_start(cls, batch: int) -> RowTable:
         """A table of rows that have read nothing."""
-        return cls(tuple(RowState(ids=[]) for _ in range(batch)))
+        return cls(tuple(RowState(ids=Tokens()) for _ in range(batch)))
 
     @classmethod
     def after_prompt(cls, batch: int, tokens: int) -> RowTable:
@@ -310,7 +296,12 @@ class RowTable:
     @property
     def tokens(self) -> list[list[int]] | None:
         """Per row, the ids fed, edits aside. None: some tokens came without ids."""
-        known = [tokens for tokens in (row.tokens for row in self.rows) if tokens is not None]
+        return None if self.ids is None else [[*each] for each in self.ids]
+
+    @property
+    def ids(self) -> list[Tokens] | None:
+        """The same, without copies."""
+        known = [row.ids for row in self.rows if row.ids is not None]
         return known if len(known) == len(self.rows) else None
 
     def columns(self, tokens: int, mask: TokenMask | None, device: torch.device) -> tuple[QueryPositions, list[int]]:
@@ -451,7 +442,7 @@ class RowTable:
 
     def selected(self, rows: Sequence[int]) -> RowTable:
         """The rows at `rows`, which may repeat."""
-        return RowTable(tuple(self.rows[row].copied() for row in rows))
+        return RowTable(tuple(self.rows[row] for row in rows))
 
 
 def check_positions(ours: QueryPositions, given: Tensor) -> None:

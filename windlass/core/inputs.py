@@ -437,6 +437,12 @@ class TiledKeys:
         """Tokens of each row and head."""
         return self.tiles.shape[2] * TILE
 
+    @cached_property
+    def addresses(self) -> tuple[int, int, int]:
+        """Addresses of tiles and scales (0: there are none), and how many tiles there are."""
+        scales = self.states.scales
+        return self.tiles.data_ptr(), 0 if scales is None else scales.data_ptr(), self.tiles.shape[2]
+
     def packed(self) -> PackedStates:
         """The same, token by token."""
         data = self.states.data

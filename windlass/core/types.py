@@ -1,8 +1,15 @@
-"""Tensor shapes of the package, and a model as the rooms below `hf` know it."""
+"""Tensor shapes of the package, the token ids of a text, and a model as the rooms below `hf` know it."""
+
+from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import sha256
+from itertools import chain
+from typing import Final, Self, TypeVar, final, overload
 
 import torch
 from jaxtyping import Bool, Float, Int, Num
@@ -48,6 +55,130 @@ RotaryQueries = Int[Tensor, "batch score_heads tokens"]
 RotaryKeys = Int[Tensor, "batch score_heads slots"]
 RotaryTable = Float[Tensor, "length half_rotary_dim"]
 
+Compared = TypeVar("Compared", tuple[int, ...], tuple[bytes, ...], str, bytes)
+BLOCK: Final = 1024  # tokens whose ids texts have in common
+ID_BYTES: Final = 4
+SHARED: Final = 4096  # blocks of the latest texts
+
+
+def shared(one: Compared, other: Compared) -> int:
+    """The number of first tokens, blocks, characters or bytes that both share."""
+    low, high = 0, min(len(one), len(other))
+    if one[:high] == other[:high]:
+        return high
+    while high - low > 1:  # the first that differs is from `low` up to `high`
+        middle = (low + high) // 2
+        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
+    return low
+
+
+@lru_cache(maxsize=SHARED)
+def _shared_block(block: bytes) -> bytes:
+    """The object that stands for a block in all texts, which then compare it by its address."""
+    return block
+
+
+@lru_cache(maxsize=SHARED)
+def _block_digest(block: bytes) -> bytes:
+    return sha256(block).digest()
+
+
+@lru_cache(maxsize=SHARED)
+def _block_bounds(block: bytes) -> tuple[int, int]:
+    ids = array("i", block)
+    return min(ids), max(ids)
+
+
+@final
+class Tokens(Sequence[int]):
+    """The ids of a text. Nobody changes them. Texts that begin alike share memory, and a longer one is made of them by
+    the time of its new tokens."""
+
+    __slots__ = ("_blocks", "_rest")
+
+    def __init__(self, blocks: tuple[bytes, ...] = (), rest: bytes = b"") -> None:
+        """Whole `blocks`, and the ids behind them. `of` makes a text of ids."""
+        self._blocks, self._rest = blocks, rest
+
+    @classmethod
+    def of(cls, ids: Iterable[int]) -> Self:
+        """The text of these ids."""
+        return ids if isinstance(ids, cls) else cls.of_bytes(array("i", ids).tobytes())
+
+    @classmethod
+    def of_bytes(cls, packed: bytes) -> Self:
+        """The text of the ids in `packed`, the inverse of `bytes`."""
+        return cls()._and(packed)
+
+    def __add__(self, ids: Iterable[int]) -> Self:
+        return self._and(bytes(ids) if isinstance(ids, Tokens) else array("i", ids).tobytes())
+
+    def _and(self, packed: bytes) -> Self:
+        rest, size = self._rest + packed, BLOCK * ID_BYTES
+        whole = len(rest) // size * size
+        new = tuple(_shared_block(rest[at : at + size]) for at in range(0, whole, size))
+        return type(self)(self._blocks + new, rest[whole:])
+
+    def __len__(self) -> int:
+        return len(self._blocks) * BLOCK + len(self._rest) // ID_BYTES
+
+    def __bytes__(self) -> bytes:
+        return b"".join([*self._blocks, self._rest])
+
+    def __iter__(self) -> Iterator[int]:
+        return chain.from_iterable(memoryview(each).cast("i") for each in (*self._blocks, self._rest))
+
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+    @overload
+    def __getitem__(self, at: slice) -> Self: ...
+    def __getitem__(self, at: int | slice) -> int | Self:
+        if isinstance(at, int):
+            block, place = divmod(range(len(self))[at], BLOCK)
+            return int(memoryview(self._from(block)).cast("i")[place])
+        start, stop, step = at.indices(len(self))
+        if step != 1:
+            return self.of([*self][at])
+        stop = max(start, stop)
+        first, last = start // BLOCK, stop // BLOCK
+        if start == 0:
+            return type(self)(self._blocks[:last], self._from(last)[: stop % BLOCK * ID_BYTES])
+        held = b"".join([*self._blocks[first : last + 1], self._rest if last >= len(self._blocks) else b""])
+        return self.of_bytes(held[(start - first * BLOCK) * ID_BYTES : (stop - first * BLOCK) * ID_BYTES])
+
+    def _from(self, block: int) -> bytes:
+        return self._blocks[block] if block < len(self._blocks) else self._rest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tokens) and (self._blocks, self._rest) == (other._blocks, other._rest)
+
+    def __hash__(self) -> int:
+        return hash((self._blocks, self._rest))
+
+    def __repr__(self) -> str:
+        return f"Tokens({len(self)})"
+
+    def starts_with(self, other: Tokens) -> bool:
+        """Return True if it begins with all of another text."""
+        whole = len(other._blocks)
+        return self._blocks[:whole] == other._blocks and self._from(whole).startswith(other._rest)
+
+    def shared(self, other: Tokens) -> int:
+        """The number of first tokens that both texts share."""
+        whole = shared(self._blocks, other._blocks)
+        return whole * BLOCK + shared(self._from(whole), other._from(whole)) // ID_BYTES
+
+    @property
+    def digest(self) -> str:
+        """A hash of all ids."""
+        return sha256(b"".join([*map(_block_digest, self._blocks), self._rest])).hexdigest()
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The least and the largest id of a text that has tokens."""
+        each = [_block_bounds(each) for each in (*self._blocks, *filter(None, [self._rest]))]
+        return min(least for least, _ in each), max(largest for _, largest in each)
+
 
 @dataclass(frozen=True)
 class ModelInfo:
@@ -61,6 +192,11 @@ class ModelInfo:
     fingerprint: Callable[[], str]
     dtype: torch.dtype
     layers: int
+
+
+def bounds_of(ids: Sequence[int]) -> tuple[int, int]:
+    """The least and the largest of some ids."""
+    return ids.bounds if isinstance(ids, Tokens) else (min(ids), max(ids))
 
 
 Turn = tuple[Tensor, Tensor]  # cos and sin (batch, tokens or slots, rotary_pairs)
@@ -84,5 +220,5 @@ class Picker(ABC):
         """
 
     @abstractmethod
-    def columns(self, start: int, stop: int) -> "Picker":
+    def columns(self, start: int, stop: int) -> Picker:
         """The same for some of these columns."""

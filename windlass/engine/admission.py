@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from windlass.cache.cache import check_fits
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
+from windlass.core.types import bounds_of
 from windlass.engine.chunks import check_parts
 from windlass.engine.request import EngineLimits, QueueFullError, Request, Ticket
 from windlass.engine.row_bytes import RowBytes
@@ -125,7 +126,8 @@ def check_request(
         raise UsageError("chunks: log probabilities of a prompt need it read in its order. Send the chunks as text")
     if request.seconds is not None and limits.seconds is not None and request.seconds > limits.seconds:
         raise UsageError(f"a request may take at most {limits.seconds:g} seconds here, got {request.seconds:g}")
-    if min(prompt) < 0 or max(prompt) >= vocabulary:
+    least, largest = bounds_of(prompt)
+    if least < 0 or largest >= vocabulary:
         raise UsageError(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1}")
     if not limits.alone and not any(is_alike(kind, request.options) for kind in kinds):
         told = "; ".join(str(kind.labels()) for kind in kinds)

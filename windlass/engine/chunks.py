@@ -20,6 +20,7 @@ from windlass.cache.options import CacheOptions
 from windlass.cache.recurrent import refuse_edit
 from windlass.core.errors import UsageError, check_kind, whole_number
 from windlass.core.step import PROMPT
+from windlass.core.types import Tokens
 from windlass.engine.generate import check_reading, checked_prompts, read_whole
 from windlass.engine.prefill import Progress, PromptReader, empty_cache, feed
 from windlass.engine.prefix_cache import PrefixCache
@@ -292,7 +293,7 @@ class PartsReader(PromptReader):
     def _spliced(self, piece: Piece) -> Iterator[None]:
         """Splice one part into its place. A cached part is held during the splice only, so it may be evicted later."""
         request, (start, stop) = self._request, piece
-        ids, prefix = request.prompt[start:stop], request.prompt[: self._lead]
+        ids, prefix = request.tokens[start:stop], tuple(request.prompt[: self._lead])
         key = CacheKey.of("part", request, part_options(request.options), prefix)
         found = [each for each in self._kept.of(key) if each.tokens == ids] if request.reuse.lookup else []
         if found:
@@ -303,7 +304,7 @@ class PartsReader(PromptReader):
             return
         yield from self._encoded(key, ids, start)
 
-    def _encoded(self, key: CacheKey, ids: tuple[int, ...], start: int) -> Iterator[None]:
+    def _encoded(self, key: CacheKey, ids: Tokens, start: int) -> Iterator[None]:
         """Read a part alone, splice it into its place, and cache it."""
         options = part_options(self._request.options)
         needed = RowBytes.of(self._model, options).reading(len(key.prefix) + len(ids))

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import secrets
-from base64 import b64decode, b64encode
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,9 +23,9 @@ from transformers import PreTrainedModel
 
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError
 from windlass.core.files import check_folder, replacing
+from windlass.core.types import Tokens
 from windlass.engine.prefix_entry import CacheEntry, CacheKey, EntryInfo, EntrySelector, PrefixText, superfluous
 from windlass.engine.request import Request, owner_of
-from windlass.engine.text import unpacked
 from windlass.hf import prompt_cache
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.weights import fingerprint
@@ -38,7 +37,7 @@ SEGMENT_NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.segment")
 LOCK, SALT, SALT_BYTES = "windlass.lock", "windlass.salt", 32
 LAYER_BYTES: Final = 4096  # of a file's header per layer, an upper bound
 FILE_BYTES: Final = 1 << 16
-ID_BYTES: Final = 4 + 12  # of a token in a file, and in its record
+ID_BYTES: Final = 4 + 4  # of a token in a file, and in its record
 
 
 def salt_of(folder: Path) -> bytes:
@@ -132,7 +131,7 @@ class DiskTier:
 
     def id_of(self, kept: CacheEntry) -> str:
         """The id of a cache of these tokens, which were read in these passes."""
-        return self._digest("cache", self._key(kept.key), sha256(kept.packed).hexdigest(), kept.passes)[:32]
+        return self._digest("cache", self._key(kept.key), kept.tokens.digest, kept.passes)[:32]
 
     def is_pending(self, kept: CacheEntry) -> bool:
         """Return True if a cache is still to be written."""
@@ -277,11 +276,11 @@ class DiskTier:
                 self._wanted = frozenset()
         path.chmod(0o600)  # it holds the ids of a prompt
         with self._changed:
+            size = path.stat().st_size + _record_of(path).stat().st_size
+            self._files[file.id] = replace(file, bytes=size)  # before others go, whose segments it has too
+            self._names[file.id] = kept.key.name
             for each in served:
                 self._delete(each)
-            size = path.stat().st_size + _record_of(path).stat().st_size
-            self._files[file.id] = replace(file, bytes=size)
-            self._names[file.id] = kept.key.name
             self._make_room(0)
 
     def _write_segments(self, cache: KVCache, file: FileEntry) -> None:
@@ -310,11 +309,11 @@ class DiskTier:
                 path.unlink(missing_ok=True)
 
     def _write_record(self, file: FileEntry) -> None:
-        fields = {name: getattr(file, name) for name in RECORDED} | {"tokens": b64encode(file.packed).decode()}
+        fields = {name: getattr(file, name) for name in RECORDED} | {"text": file.tokens.digest}
         told = json.dumps(fields, separators=(",", ":"))
         path = _record_of(self._folder / file.name)
         with replacing(path) as temporary:
-            temporary.write_text(f"{self._digest(file.name, told)}\n{told}")
+            temporary.write_bytes(f"{self._digest(file.name, told)}\n{told}\n".encode() + bytes(file.tokens))
         path.chmod(0o600)
 
     def _loaded(self, file: FileEntry, request: Request) -> KVCache | None:
@@ -364,13 +363,15 @@ class DiskTier:
         owner, shelf, _, number = path.stem.split("-")
         record = _record_of(path)
         try:
-            digest, _, told = record.read_text().partition("\n")
-            if not hmac.compare_digest(digest, self._digest(path.name, told)):
+            digest, told, ids = record.read_bytes().split(b"\n", 2)
+            if not hmac.compare_digest(digest.decode(), self._digest(path.name, told.decode())):
                 return None
             fields: dict[str, Any] = json.loads(told)
-            tokens = unpacked(b64decode(fields["tokens"]))
+            tokens = Tokens.of_bytes(ids)
+            if tokens.digest != fields["text"]:
+                return None
             size = path.stat().st_size + record.stat().st_size
-        except (OSError, ValueError, TypeError):  # a list of tokens was written by an earlier version
+        except (OSError, ValueError, TypeError):
             return None
         return FileEntry(
             tokens=tokens,

@@ -287,7 +287,7 @@ class Reader(PromptReader):
     def _fill(self) -> None:
         """Name the tokens of a row, once its text has no gaps. Until then it has no ids, so that nobody takes it."""
         if self.done == (end := self.cache.tokens_seen[0]):
-            self.cache.rows = self.cache.rows.changed(lambda _, row: row.filled(self.request.prompt[:end]), 0)
+            self.cache.rows = self.cache.rows.changed(lambda _, row: row.filled(self.request.tokens[:end]), 0)
 
     def read(self) -> None:
         if self.is_done:
@@ -344,7 +344,7 @@ class Reader(PromptReader):
     @property
     def entry(self) -> CacheEntry:
         """The row so far."""
-        tokens = self.request.prompt[: self.done]
+        tokens = self.request.tokens[: self.done]
         is_all = self.done <= holds_all(self.cache)
         return CacheEntry(
             tokens=tokens,

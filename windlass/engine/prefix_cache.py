@@ -14,7 +14,6 @@ from windlass.engine.disk import DiskTier
 from windlass.engine.prefix_entry import CacheEntry, CacheKey, EditedRow, EntryInfo, EntrySelector, superfluous
 from windlass.engine.recompute import LEAST, Alignment, EditPlan, Sinks
 from windlass.engine.request import Request
-from windlass.engine.text import TOKEN_BYTES, shared
 from windlass.hf.kv_cache import KVCache
 
 SPARE: Final = 8  # a row is packed when it is kept, where only this part of its slots holds tokens
@@ -190,10 +189,10 @@ class Snapshots:
         rows = self._rows(key.is_like) if is_wanted else []
         if not rows:
             return None
-        alignment, plans = Alignment(prompt), list[EditPlan]()
+        alignment, plans = Alignment(tuple(prompt)), list[EditPlan]()
         for row in rows:
             sinks = Sinks(*(_sinks_of(each, request) for each in (row.key, key)))
-            plans.append(EditPlan.of(alignment.to(row.tokens), len(prompt), sinks, mode.edit_window))
+            plans.append(EditPlan.of(alignment.to(tuple(row.tokens)), len(prompt), sinks, mode.edit_window))
         row, plan = max(zip(rows, plans, strict=True), key=lambda pair: (pair[1].cached, pair[0].is_text))
         least = LEAST + max((each.usable(request) for each in rows if each.key == key), default=0)
         gaps = tuple(plan.gaps)
@@ -207,7 +206,7 @@ class Snapshots:
             row.cache.set_sinks(request.head)
         passes, sound = tuple(end for end in row.passes if end <= plan.head), min(plan.head, row.read_in_order)
         entry = replace(
-            row, key=key, tokens=prompt[: plan.end], passes=passes, logits=None, logits_end=None, sound=sound
+            row, key=key, tokens=request.tokens[: plan.end], passes=passes, logits=None, logits_end=None, sound=sound
         )
         return EditedRow(entry, gaps, plan.cached - plan.head, plan.again)
 
@@ -218,7 +217,7 @@ class Snapshots:
         if self.kept.limit == 0 or not request.reuse.store:
             return frozenset()
         passes, known = request.pass_ends, self._of(request)
-        common = max((shared(each.packed, request.packed) // TOKEN_BYTES for each in known), default=0)
+        common = max((each.tokens.shared(request.tokens) for each in known), default=0)
         ends = {
             *request.ends[-1 if request.options.recall else -ENDS :],
             *passes[-2:][:1],

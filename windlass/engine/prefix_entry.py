@@ -6,15 +6,14 @@ import copy
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Final, Literal, TypeVar
 
 from torch import Tensor
 
 from windlass.cache.options import CacheOptions
 from windlass.core.parse import SYSTEM
+from windlass.core.types import Tokens, shared
 from windlass.engine.request import Request, owner_of
-from windlass.engine.text import TOKEN_BYTES, packed, shared
 from windlass.hf.kv_cache import KVCache
 
 Kind = Literal["prefix", "part"]
@@ -62,7 +61,7 @@ class PrefixText:
     `is_text`: the row of a request that has ended, which one request may take over.
     """
 
-    tokens: tuple[int, ...]
+    tokens: Tokens
     passes: tuple[int, ...] = ()
     holds_all: bool = False
     sound: int | None = None
@@ -75,21 +74,16 @@ class PrefixText:
         """The number of first tokens that were read behind the very tokens before them."""
         return len(self.tokens) if self.sound is None else min(self.sound, len(self.tokens))
 
-    @cached_property
-    def packed(self) -> bytes:
-        """Its tokens as bytes."""
-        return packed(self.tokens)
-
     def begins(self, other: PrefixText | Request) -> bool:
         """Return True if another text begins with all of it."""
-        return other.packed.startswith(self.packed)
+        return other.tokens.starts_with(self.tokens)
 
     def usable(self, request: Request) -> int:
         """The number of its first tokens that a prompt can go on from, once the others are cut off."""
         if not self.holds_all and not self.begins(request):
             return 0
         prompt, size, mode = request.prompt, len(self.tokens), request.reuse.mode.name
-        most = shared(self.packed, request.packed) // TOKEN_BYTES
+        most = self.tokens.shared(request.tokens)
         if not most == len(prompt) == self.logits_end:
             most = min(most, len(prompt) - 1)
         if mode != "edited" and self.sound is not None:

@@ -21,7 +21,7 @@ from windlass.core.errors import UsageError, check_kind, real_number, whole_numb
 from windlass.core.parse import MAX_NUMBER, near_to, parse_spec
 from windlass.core.positions import EMPTY
 from windlass.core.step import Pass, Step
-from windlass.engine.text import shared
+from windlass.core.types import shared
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -17,9 +17,10 @@ from torch import Tensor
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError, WindlassError, whole_number
 from windlass.core.parse import MAX_NUMBER, near_to, parse_ints, parse_spec
+from windlass.core.types import Tokens
 from windlass.engine.recompute import Recompute
 from windlass.engine.sampling import FinishReason, Sampling
-from windlass.engine.text import Stops, packed
+from windlass.engine.text import Stops
 
 
 class Grammar(ABC):
@@ -110,7 +111,7 @@ class Request:
     engine's own.
     """
 
-    prompt: tuple[int, ...]
+    prompt: Sequence[int]
     options: CacheOptions
     max_tokens: int
     stops: Stops
@@ -137,9 +138,9 @@ class Request:
         return f"{self.head} {self.pins}" if self.pins else self.head
 
     @cached_property
-    def packed(self) -> bytes:
-        """The prompt as bytes."""
-        return packed(self.prompt)
+    def tokens(self) -> Tokens:
+        """The prompt."""
+        return Tokens.of(self.prompt)
 
     @cached_property
     def pass_ends(self) -> tuple[int, ...]:

@@ -125,7 +125,7 @@ class Writer:
         if repetition != 1.0:
             if self._seen is None:
                 self._seen = torch.zeros_like(scores, dtype=torch.bool)
-                self._seen[torch.tensor(request.prompt, device=scores.device)] = True
+                self._seen[torch.tensor([*request.prompt], device=scores.device)] = True
             scores = weakened(scores, self._seen, repetition)
         if request.presence_penalty or request.frequency_penalty:
             penalties = {
@@ -420,7 +420,7 @@ class ActiveRequest(RowSource):
     def entry(self) -> CacheEntry | None:
         if not self._may_be_kept:
             return None
-        key, tokens = key_of(self.ticket.request), tuple(self.cache.rows.rows[self.index].tokens or ())
+        key, tokens = key_of(self.ticket.request), self.cache.rows.rows[self.index].ids
         passes, most = self._passes, self._holds_all
         if self.reader is not None:
             passes, most = self.reader.passes, holds_all(self.reader.cache)

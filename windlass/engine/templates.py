@@ -19,7 +19,8 @@ from typing import Any, Final, Literal, final
 from transformers import PreTrainedTokenizerBase
 
 from windlass.core.errors import UsageError
-from windlass.engine.text import TokenizedText, encode, shared
+from windlass.core.types import shared
+from windlass.engine.text import TokenizedText, encode
 
 AnyMessage = Mapping[str, Any]
 Messages = list[dict[str, Any]]

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, islice
-from typing import Final, TypeVar, final
+from typing import Final, final
 
 from transformers import PreTrainedTokenizerBase
 
 from windlass.core.errors import UsageError, check_kind, whole_number
+from windlass.core.types import Tokens, shared
 
 
 @dataclass(frozen=True)
@@ -201,31 +202,6 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     return {str(token): index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
-Sequenced = TypeVar("Sequenced", tuple[int, ...], str, bytes)
-TOKEN_BYTES: Final = 4
-
-
-def packed(tokens: Sequence[int]) -> bytes:
-    """Tokens as bytes, which are compared and hashed at once."""
-    return array("i", tokens).tobytes()
-
-
-def unpacked(told: bytes) -> tuple[int, ...]:
-    """The tokens of `packed`."""
-    return tuple(array("i", told))
-
-
-def shared(one: Sequenced, other: Sequenced) -> int:
-    """The number of first tokens, characters or bytes that both share."""
-    low, high = 0, min(len(one), len(other))
-    if one[:high] == other[:high]:
-        return high
-    while high - low > 1:  # the first that differs is from `low` up to `high`
-        middle = (low + high) // 2
-        low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle)
-    return low
-
-
 REMEMBERED: Final = 8  # texts
 LEAST: Final = 4096  # characters of a text that is worth it
 NEAR: Final = 256  # characters behind a special token that might make it a part of a longer one
@@ -237,7 +213,7 @@ class TokenizedText:
     before the last that has ended. `cuts`: tokens that no text before them changes, nor the text behind them."""
 
     text: str
-    ids: tuple[int, ...]
+    ids: Tokens
     starts: "array[int]"
     ends: "array[int]"
     cuts: "array[int]"
@@ -267,7 +243,7 @@ class PromptEncoder:
     def tokenized(self, text: str) -> TokenizedText:
         """A text as a prompt begins with it."""
         if not text:
-            return TokenizedText(text, (), *(array("i") for _ in range(3)))
+            return TokenizedText(text, Tokens(), *(array("i") for _ in range(3)))
         if self._latest is None or self._latest.text != text:
             self._latest = self._found(text)
         return self._latest
@@ -277,7 +253,7 @@ class PromptEncoder:
         same, base = max(known, key=lambda pair: pair[0], default=(0, None))
         found = None if base is None else base if base.text == text else self._after(base, same, text)
         if found is None:
-            found = self._joined(TokenizedText(text, (), *(array("i") for _ in range(3))), text, 0)
+            found = self._joined(TokenizedText(text, Tokens(), *(array("i") for _ in range(3))), text, 0)
         if len(text) >= LEAST:
             self._held = [each for each in self._held if each is not base or same < len(each.text)][-REMEMBERED + 1 :]
             self._held.append(found)
@@ -302,7 +278,7 @@ class PromptEncoder:
         cuts = (at + done for at, each in enumerate(ids) if each in self._special and spans)
         return TokenizedText(
             text,
-            (*before.ids, *ids),
+            before.ids + ids,
             before.starts + _reached(before.starts, (first for first, _ in spans)),
             before.ends + _reached(before.ends, (end for _, end in spans)),
             before.cuts + array("i", cuts),

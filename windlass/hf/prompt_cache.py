@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -29,12 +30,13 @@ from windlass.cache.compress import budgets_apart
 from windlass.cache.edits import has_places
 from windlass.cache.head_groups import Leaf, leaves_of
 from windlass.cache.options import CacheOptions, policy_of, recall_folder_of
-from windlass.cache.recall import is_moved_later
+from windlass.cache.recall import POSITIONS, RECALL, is_moved_later
 from windlass.cache.recurrent import RecurrentLayer
 from windlass.cache.rows import StateCheckpoint
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError, WindlassWarning, check_kind
 from windlass.core.files import replacing
 from windlass.core.step import HEADROOM, no_inference_mode
+from windlass.core.types import Tokens
 from windlass.hf.attach import attached
 from windlass.hf.forward import LayerShape, layer_shapes, vocabulary_of
 from windlass.hf.model_cache import ModelCache
@@ -124,23 +126,40 @@ def read(
     """
     with _opened(path) as (metadata, file):
         names = file.keys()
-        header = Header.parsed(metadata["contents"])
-        checked = check(header, {name: _behind(_layout(name, file), before.get(name)) for name in names})
+        header, layouts = Header.parsed(metadata["contents"]), {name: _layout(name, file) for name in names}
+        before = _without_own(before, layouts)
+        checked = check(header, {name: _behind(each, before.get(name)) for name, each in layouts.items()})
         # Copies: the file is mapped into memory, and may change or vanish later.
         tensors = {name: file.get_tensor(name).clone() for name in names}
     if checksum(metadata["contents"], tensors) != metadata["checksum"]:
         raise InconsistentFile("its contents do not fit its checksum")
-    return checked, tensors | {name: torch.cat([part, tensors[name]], 2) for name, part in before.items()}
+    return checked, tensors | {name: torch.cat([part, tensors[name]], _axis(part)) for name, part in before.items()}
+
+
+def _axis(part: Tensor) -> int:
+    """The dimension of the tokens: positions have no heads and no width."""
+    return 2 if part.dim() == 4 else 1
+
+
+def _without_own(before: Mapping[str, Tensor], layouts: Mapping[str, TensorSpec]) -> Mapping[str, Tensor]:
+    """Leave tokens `before` out that a file has itself: all positions of a text that was edited."""
+    sizes = {layouts[name].shape[2:3] for name, part in before.items() if part.dim() == 4 and name in layouts}
+    return {
+        name: part
+        for name, part in before.items()
+        if part.dim() == 4 or (name in layouts and layouts[name].shape[1:2] in sizes)
+    }
 
 
 def _behind(own: TensorSpec, before: Tensor | None) -> TensorSpec:
     """The layout of a tensor behind the tokens `before` it."""
     if before is None:
         return own
-    heads, tokens, width = own.shape[:2], own.shape[2], own.shape[3:]
-    if own.dtype != before.dtype or (heads, width) != (before.shape[:2], before.shape[3:]):
+    axis = _axis(before)
+    rest, its = (shape[:axis] + shape[axis + 1 :] for shape in (own.shape, tuple(before.shape)))
+    if len(own.shape) != before.dim() or own.dtype != before.dtype or rest != its:
         raise InconsistentFile("its recalled tokens have another layout than those of the file before it")
-    return TensorSpec((*heads, before.shape[2] + tokens, *width), own.dtype)
+    return TensorSpec((*own.shape[:axis], before.shape[axis] + own.shape[axis], *own.shape[axis + 1 :]), own.dtype)
 
 
 Segments = Sequence[tuple[int, str]]  # ends and numbers of parts of the tokens that can be recalled
@@ -188,7 +207,9 @@ def read_segments(segments: Segments, paths: Sequence[Path]) -> RecalledBefore:
             raise PromptCacheError(f"{path} is damaged: its contents do not fit its checksum. {AGAIN}")
         for name, part in tensors.items():
             parts.setdefault(name, []).append(part)
-    return RecalledBefore(segments, {name: torch.cat(each, 2) for name, each in parts.items()})
+    plain = torch.arange(segments[-1][0] if segments else 0, dtype=torch.int32)[None]
+    positions = {f"{name.partition(RECALL)[0]}{RECALL}{POSITIONS}": plain for name in parts}
+    return RecalledBefore(segments, {name: torch.cat(each, 2) for name, each in parts.items()} | positions)
 
 
 @contextmanager
@@ -334,9 +355,8 @@ def save(
     }
     packed = gather_heads(cache, packed)
     tensors = {f"layers.{index}.{name}": tensor for index, held in packed.items() for name, tensor in held.items()}
-    for row, ids in enumerate(cache.tokens or []):
-        tensors[f"tokens.{row}"] = torch.empty(len(ids), dtype=torch.int32)
-        tensors[f"tokens.{row}"].numpy()[:] = ids  # many times as fast as a tensor of a list
+    for row, ids in enumerate(cache.rows.ids or []):
+        tensors[f"tokens.{row}"] = torch.from_numpy(np.frombuffer(bytearray(bytes(ids)), np.int32))
     for state in cache.recurrent:
         tensors |= {state_name(state.index, name): tensor for name, tensor in state.tensors().items()}
     tensors |= _of_checkpoints(cache)
@@ -392,7 +412,8 @@ def load(
         prefix = state_name(state.index, "")
         own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
         state.load({name: each.to(cache.device) for name, each in own.items()})
-    tokens = [tensors[f"tokens.{row}"].tolist() for row in range(cache.batch_size)] if header.has_tokens else None
+    packed = (tensors[f"tokens.{row}"].numpy().tobytes() for row in range(cache.batch_size))
+    tokens = [*map(Tokens.of_bytes, packed)] if header.has_tokens else None
     cache.rows = header.table(tokens, _checkpoints(cache, header, tensors))
     if tokenizer is not None and header.chat_template not in (None, template_hash(tokenizer)):
         said = "was written with another chat template than the tokenizer has now. Its text stays as it is"
@@ -488,7 +509,7 @@ def _header(cache: ModelCache, model: PreTrainedModel, tokenizer: PreTrainedToke
             else LayerHeader(sliding_window=layer.sliding_window, has_evicted=has_evicted, budget=budget)
             for layer, has_evicted, budget in notes
         ),
-        has_tokens=cache.tokens is not None,
+        has_tokens=cache.rows.ids is not None,
         has_states=any(not state.is_empty for state in cache.recurrent),
         has_places=has_places(cache),
     )

@@ -26,6 +26,7 @@ from windlass.cache.rows import RowState, RowTable, StateCheckpoint
 from windlass.core.errors import PolicyError, PromptCacheError
 from windlass.core.parse import MAX_NUMBER, SYSTEM
 from windlass.core.positions import MAX_PLACE, Picture
+from windlass.core.types import Tokens
 from windlass.policies import NAMES, WRAPPERS, Policy
 
 VERSION: Final = 13  # raised by every change that another version would misread. Older files are refused
@@ -228,10 +229,10 @@ class RowHeader(_Model):
         ends = tuple(each.tokens for each in row.checkpoints)
         return cls.model_validate({name: getattr(row, name) for name in cls.model_fields} | {"checkpoints": ends})
 
-    def row(self, ids: list[int] | None, checkpoints: tuple[StateCheckpoint, ...]) -> RowState:
+    def row(self, ids: Tokens | None, checkpoints: tuple[StateCheckpoint, ...]) -> RowState:
         """The row again, without its padding, which is unknown."""
         told = dict(self) | {"pictures": tuple(Picture(*each) for each in self.pictures), "checkpoints": checkpoints}
-        return RowState(**told, ids=ids, known_ids=0 if ids is None else len(ids), padding=None)
+        return RowState(**told, ids=ids, padding=None)
 
 
 class LayerHeader(_Model):
@@ -291,7 +292,7 @@ class Header(_Model):
         """Per row, the tokens it has read."""
         return [row.tokens_seen for row in self.rows]
 
-    def table(self, ids: list[list[int]] | None, checkpoints: list[tuple[StateCheckpoint, ...]]) -> RowTable:
+    def table(self, ids: list[Tokens] | None, checkpoints: list[tuple[StateCheckpoint, ...]]) -> RowTable:
         """The rows again, with their `ids` and checkpoints."""
         known = [None] * len(self.rows) if ids is None else ids
         each = zip(self.rows, known, checkpoints, strict=True)

@@ -302,7 +302,7 @@ class Server:
             raise BadField("prompt", f"must have at most {most} characters in all, got {size}")
         prompts = [Prompt(self.words.encoded(each) if isinstance(each, str) else tuple(each)) for each in body.prompts]
         if body.suffix:
-            prompts = [Prompt(self.words.around(each.ids, body.suffix)) for each in prompts]
+            prompts = [Prompt(self.words.around(tuple(each.ids), body.suffix)) for each in prompts]
         if chunks:
             prompts = [self.words.behind(chunks, each) for each in prompts]
         return self._builder.built(body, prompts, (), LEGACY_MAX_TOKENS, tenant)
@@ -313,7 +313,7 @@ class Server:
             return [PartialText() for _ in asked.requests]
         texts = [each if isinstance(each, str) else None for each in body.prompts]
         prompts = [each.prompt for each in asked.requests[:: asked.choices]]
-        echoes = [self.words.echo(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
+        echoes = [self.words.echo(text, tuple(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
         return [PartialText(echo=each) for each in echoes for _ in range(asked.choices)]
 
     def _head(self, asked: GenerationRequest, left_out: Sequence[str] = ()) -> AnswerHeader:

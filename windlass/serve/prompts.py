@@ -17,6 +17,7 @@ from typing import Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from windlass.core.errors import shown
+from windlass.core.types import bounds_of
 from windlass.engine.request import Event, Logprob, Piece, PromptLogprobs
 from windlass.engine.templates import (
     HEAD,
@@ -341,7 +342,7 @@ class Prompt:
     `form`: the forms of thoughts and calls in the reply. `has_begun_thought`: whether it continues a thought.
     """
 
-    ids: tuple[int, ...]
+    ids: Sequence[int]
     spans: tuple[tuple[int, int], ...] = ()
     form: ReplyForm = PLAIN
     has_begun_thought: bool = False
@@ -354,8 +355,10 @@ class Prompt:
     """See `pins` of `Request`."""
 
     @classmethod
-    def of(cls, texts: Sequence[tuple[int, ...]], chunks: Sequence[tuple[int, ...]]) -> "Prompt":
+    def of(cls, texts: Sequence[Sequence[int]], chunks: Sequence[tuple[int, ...]]) -> "Prompt":
         """Texts with a chunk between each two."""
+        if not chunks:
+            return cls(texts[0])
         ids, spans = list(texts[0]), list[tuple[int, int]]()
         for chunk, after in zip(chunks, texts[1:], strict=True):
             spans.append((len(ids), len(ids) + len(chunk)))
@@ -395,7 +398,8 @@ class PromptTokenizer:
 
     def check(self, name: str, tokens: Sequence[int]) -> None:
         """Raises: BadField for an id outside of the vocabulary."""
-        wrong = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
+        bounds = bounds_of(tokens) if tokens else ()
+        wrong = next((token for token in bounds if not 0 <= token < self.vocabulary), None)
         if wrong is not None:
             raise BadField(name, f"has the token id {wrong}, but ids are from 0 to {self.vocabulary - 1}")
 
@@ -502,7 +506,7 @@ class PromptTokenizer:
         bare, start = encode(self.tokenizer, "a", False), encode(self.tokenizer, "a", True)
         return tuple(start[: len(start) - len(bare)] if start[-len(bare) :] == bare else ())
 
-    def _pieces(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+    def _pieces(self, texts: Sequence[str]) -> list[Sequence[int]]:
         first, *rest = texts
         return [self._encoder.tokenized(first).ids, *(tuple(encode(self.tokenizer, each, False)) for each in rest)]
 

@@ -246,6 +246,13 @@ class Session:
     created: int
     log: Log
     messages: list[Sent]
+    read: list[dict[str, Any]] = field(default_factory=list)
+    """The first messages as prompts are made of them."""
+
+    def history(self) -> list[dict[str, Any]]:
+        """All messages as prompts are made of them. Those of earlier turns are not read again."""
+        self.read += conversation(ALL_MESSAGES.validate_python(self.messages[len(self.read) :]))
+        return [*self.read]
 
     @property
     def document(self) -> dict[str, Any]:
@@ -307,7 +314,7 @@ class Sessions:
             self._check_free((tenant, name))
             _check_count(session, count)
             self._append(session, {"rewind": count})
-            del session.messages[count:]
+            del session.messages[count:], session.read[count:]
             return session.document
 
     def branch(self, tenant: str, name: str, count: int | None, target: str) -> dict[str, Any]:
@@ -325,8 +332,7 @@ class Sessions:
             self._check_free(key)
             if key not in self._held:
                 self._check_new(key)
-            sent = self._held[key].messages if key in self._held else []
-            history = conversation(ALL_MESSAGES.validate_python(sent))
+            history = self._held[key].history() if key in self._held else []
             number = self._turns = self._turns + 1
             self._busy[key] = number
         return Turn(history, partial(self._keep, key), partial(self._close, key, number))

@@ -125,7 +125,7 @@ class Camera:
             self._bytes_held, self._formula = sum(bytes_by_part(cache).values()), formula(layers)
             self._measure_at = now + (monotonic() - now) / SIZES_COST
         text = cache.rows.rows[self._row]
-        start = max(0, min(text_from, text.known_ids) - OVERLAP)
+        start = max(0, min(text_from, len(text.ids or ())) - OVERLAP)
         positions = _joined([layer.positions[self._row] for layer in layers], torch.int32)
         return Snapshot(
             number=self._number,
@@ -133,7 +133,7 @@ class Camera:
             positions=np.maximum(positions, EMPTY) if layers else NOTHING,
             numbers=self._numbers(layers),
             text_from=start,
-            tokens=[] if text.ids is None else text.ids[start : text.known_ids],
+            tokens=[] if text.ids is None else [*text.ids[start:]],
             seen=text.tokens_seen,
             next_position=text.next_position,
             mode=reading_now(cache),

@@ -153,9 +153,9 @@ class Best {
             next[t] = {tiles[t].keys + AHEAD * call.words, tiles[t].scales ? tiles[t].scales + AHEAD * scales_of(call.channels, call.group_bits) : nullptr, nullptr};
     }
 
-    // The products of some queries with tiles, without unreadable ones. `next` is prefetched.
-    static void multiply(const S &queries, const Tiles &tiles, const Tiles &next, int first, Products &products) {
-        queries.of(tiles, next, first, products);
+    // The products of some queries with tiles, without unreadable ones.
+    static void multiply(const S &queries, const typename S::Held &held, const Tiles &tiles, int first, Products &products) {
+        queries.of(held, first, products);
         for (int t = 0; t < TILES; ++t)
             for (int p = 0; p < PARTS; ++p) {
                 const Ints is_allowed = wide_bytes(tiles[t].allowed + p * LANES) != Ints{};
@@ -180,10 +180,11 @@ class Best {
         }
         Tiles next, next_least;
         follow(largest, next), follow(least, next_least);
+        const typename S::Held most = above[row].held(largest, next), fewest = below[row].held(least, next_least);
         for (int first = 0; first < call.queries_per_head; first += QUERIES) {
             Products products, more;
-            multiply(above[row], largest, next, first, products);
-            multiply(below[row], least, next_least, first, more);
+            multiply(above[row], most, largest, first, products);
+            multiply(below[row], fewest, least, first, more);
             for (int q = 0; q < std::min(QUERIES, call.queries_per_head - first); ++q) {
                 float *to = peaks + (std::int64_t(row) * call.queries_per_head + first + q) * pages + page;
                 float found[TILES * TILE], *out = count == TILES * TILE ? to : found;
@@ -210,14 +211,15 @@ class Best {
         bool is_any = false;
         for (const Tile &tile : tiles)
             for (int i = 0; i < TILE; i += 8) is_any |= load<std::uint64_t>(tile.allowed + i) != 0;
+        if (!is_any) {
+            for (int q = 0; q < call.queries_per_head; ++q) std::fill_n(out + q * stride, TILES * TILE / PAGE, NOTHING);
+            return;
+        }
+        const typename S::Held held = sums[row].held(tiles, next);
         for (int first = 0; first < call.queries_per_head; first += QUERIES) {
-            const int count = std::min(QUERIES, call.queries_per_head - first);
-            if (is_any) {
-                Products products;
-                multiply(sums[row], tiles, next, first, products);
-                put_largest(products, count, out + first * stride, stride);
-            } else
-                for (int q = 0; q < count; ++q) std::fill_n(out + (first + q) * stride, TILES * TILE / PAGE, NOTHING);
+            Products products;
+            multiply(sums[row], held, tiles, first, products);
+            put_largest(products, std::min(QUERIES, call.queries_per_head - first), out + first * stride, stride);
         }
     }
 
@@ -415,23 +417,29 @@ void choose_pages(const BestPages &call, float *scratch, int threads) {
     with_format(call.format, [&](auto f) { best_of<f.value>(call, scratch, threads); });
 }
 
-// A token's row out of the pieces that hold it.
-void read_row(const ReadTokens &call, std::int64_t row, std::int64_t index, std::uint8_t *out) {
-    std::int64_t start = 0;
-    for (const auto &[data, tokens] : call.pieces) {
-        if (index < start + tokens) {
-            const std::int64_t at = row * tokens + index - start;
-            if (!call.is_tiled) {
-                __builtin_memcpy(out, data + at * call.row_bytes, call.row_bytes);
-                return;
-            }
-            const std::uint32_t *tile = (const std::uint32_t *)data + at / TILE * (call.row_bytes / 4) * TILE + at % TILE;
-            for (std::int64_t w = 0; w < call.row_bytes / 4; ++w) __builtin_memcpy(out + 4 * w, tile + w * TILE, 4);
+// Copies tokens' rows out of the pieces that hold them. Most tokens are in the piece of the token before.
+class RowReader {
+  public:
+    explicit RowReader(const ReadTokens &call) : call(call) {}
+
+    void read(std::int64_t row, std::int64_t index, std::uint8_t *out) {
+        if (index < start) piece = 0, start = 0;
+        for (; index >= start + call.pieces[piece].tokens; ++piece) start += call.pieces[piece].tokens;
+        const auto &[data, tokens] = call.pieces[piece];
+        const std::int64_t at = row * tokens + index - start;
+        if (!call.is_tiled) {
+            __builtin_memcpy(out, data + at * call.row_bytes, call.row_bytes);
             return;
         }
-        start += tokens;
+        const std::uint32_t *tile = (const std::uint32_t *)data + at / TILE * (call.row_bytes / 4) * TILE + at % TILE;
+        for (std::int64_t w = 0; w < call.row_bytes / 4; ++w) __builtin_memcpy(out + 4 * w, tile + w * TILE, 4);
     }
-}
+
+  private:
+    const ReadTokens &call;
+    std::size_t piece = 0;
+    std::int64_t start = 0;  // of the piece
+};
 
 #include "recall_step.hpp"
 
@@ -447,11 +455,11 @@ void recall(const RecallStep &call, const Recall &store, float *scratch, int thr
 
 void read_tokens(const ReadTokens &call, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (std::int64_t row = 0; row < call.rows; ++row)
-        for (std::int64_t i = 0; i < call.tokens; ++i) {
-            const std::int64_t at = row * call.tokens + i;
-            read_row(call, row, call.index[at], call.out + at * call.row_bytes);
-        }
+    for (std::int64_t row = 0; row < call.rows; ++row) {
+        RowReader reader(call);
+        for (std::int64_t at = row * call.tokens; at < (row + 1) * call.tokens; ++at)
+            reader.read(row, call.index[at], call.out + at * call.row_bytes);
+    }
 }
 
 }  // namespace windlass::WINDLASS_SET

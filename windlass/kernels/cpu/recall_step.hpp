@@ -188,18 +188,21 @@ class Step {
         const Coding keys = coding_of_keys(head), values = coding_of_values();
         alignas(64) std::uint8_t bytes[4 * MAX_CHANNELS + 64];
         std::int32_t *recalled = store.last_recalled + std::int64_t(row) * count;
+        int page = -1;  // all of whose tokens are in one piece, from `start` on
+        const Recall::Piece *piece = nullptr;
+        std::int64_t start = 0;
         for (int i = 0; i < count; ++i) {
             recalled[i] = -1;
             if (!is_read[i]) continue;
-            std::int64_t index = pages[i / PAGE] * PAGE + i % PAGE;
-            positions[free[i]] = recalled[i] = store.positions[text * store.tokens + index];
-            const Recall::Piece &piece = piece_of(store, index);
-            const std::int64_t place = place_of(piece, row, index), slot = std::int64_t(row) * call.slots + free[i];
-            const std::uint32_t *words = words_at(store, piece, row, index);
+            if (page != i / PAGE) page = i / PAGE, start = pages[page] * PAGE, piece = &piece_of(store, start);
+            const std::int64_t index = start + i % PAGE, token = pages[page] * PAGE + i % PAGE;
+            positions[free[i]] = recalled[i] = store.positions[text * store.tokens + token];
+            const std::int64_t place = place_of(*piece, row, index), slot = std::int64_t(row) * call.slots + free[i];
+            const std::uint32_t *words = words_at(store, *piece, row, index);
             for (int w = 0; w < store.words; ++w) __builtin_memcpy(bytes + 4 * w, words + w * TILE, 4);
-            put_state(keys, bytes, scales_at(piece.key_scales, place, keys), call.slot_keys, slot, head);
-            __builtin_memcpy(bytes, piece.values + place * store.value_bytes, store.value_bytes);
-            put_state(values, bytes, scales_at(piece.value_scales, place, values), call.slot_values, slot, head);
+            put_state(keys, bytes, scales_at(piece->key_scales, place, keys), call.slot_keys, slot, head);
+            __builtin_memcpy(bytes, piece->values + place * store.value_bytes, store.value_bytes);
+            put_state(values, bytes, scales_at(piece->value_scales, place, values), call.slot_values, slot, head);
         }
     }
 };

@@ -68,6 +68,11 @@ struct Tile {
 };
 typedef Tile Tiles[TILES];
 
+// Tiles that queries are multiplied with one after the other, and those that are prefetched meanwhile.
+struct TilesAsHeld {
+    const Tiles &tiles, &next;
+};
+
 // The step of which a query's numbers are multiples.
 inline float step_of(const float *query, int channels) {
     float most = 0;
@@ -99,6 +104,7 @@ class Sums {
 
   public:
     static constexpr Format FORMAT = F;
+    typedef TilesAsHeld Held;
     explicit Sums(const QueryRows &rows)
         : words(rows.words), channels(rows.channels), group_bits(rows.group_bits), numbers(rows.count * words * W::COUNT) {
         const bool is_code = F == Format::int8 || F == Format::int4;
@@ -109,7 +115,9 @@ class Sums {
                     numbers[(q * words + w) * W::COUNT + i] = is_code ? whole(number, rows.units[q]) : number;
                 }
     }
-    void of(const Tiles &tiles, const Tiles &, int first, Products &sums) const {
+    Held held(const Tiles &tiles, const Tiles &next) const { return {tiles, next}; }
+    void of(const Held &held, int first, Products &sums) const {
+        const Tiles &tiles = held.tiles;
         const float *query = numbers.data() + std::size_t(first) * words * W::COUNT;
         for (int t = 0; t < TILES; ++t) {
             const std::uint32_t *tile = tiles[t].keys;
@@ -147,6 +155,7 @@ class Sums {
 class CodeSums {
   public:
     static constexpr Format FORMAT = Format::int8;
+    typedef TilesAsHeld Held;
     explicit CodeSums(const QueryRows &rows)
         : words(rows.words), numbers(std::size_t(rows.count) * words), offsets(rows.count) {
         for (int q = 0; q < rows.count; ++q) {
@@ -159,8 +168,10 @@ class CodeSums {
                 }
         }
     }
+    Held held(const Tiles &tiles, const Tiles &next) const { return {tiles, next}; }
 #if defined(__AVX512VNNI__)
-    void of(const Tiles &tiles, const Tiles &next, int first, Products &sums) const {
+    void of(const Held &held, int first, Products &sums) const {
+        const Tiles &tiles = held.tiles, &next = held.next;
         const std::int32_t *query = numbers.data() + std::size_t(first) * words;
         __m512i totals[TILES][QUERIES];
         for (auto &each : totals)
@@ -183,7 +194,8 @@ class CodeSums {
             }
     }
 #else
-    void of(const Tiles &tiles, const Tiles &next, int first, Products &sums) const {
+    void of(const Held &held, int first, Products &sums) const {
+        const Tiles &tiles = held.tiles, &next = held.next;
         const std::int32_t *query = numbers.data() + std::size_t(first) * words;
         for (int t = 0; t < TILES; ++t)
             for (int p = 0; p < PARTS; ++p) {
@@ -221,48 +233,12 @@ class CodeSums {
 class GroupSums {
     static constexpr int GROUP_WORDS = 4;
 
-  public:
-    static constexpr Format FORMAT = Format::int4;
-    static bool knows(const BestPages &call) { return call.group_bits == 4 && call.channels % 32 == 0; }
-
-    explicit GroupSums(const QueryRows &rows)
-        : groups(rows.words / GROUP_WORDS * 2), numbers(std::size_t(rows.count) * groups * GROUP_WORDS), totals(std::size_t(rows.count) * groups) {
-        for (int q = 0; q < rows.count; ++q)
-            for (int c = 0; c < rows.channels; ++c) {
-                const int number = whole(rows.numbers[q * rows.channels + c], rows.units[q]);
-                ((std::int8_t *)(numbers.data() + std::size_t(q) * groups * GROUP_WORDS))[c] = std::int8_t(number);
-                totals[q * groups + c / 16] += float(number);
-            }
-    }
-    void of(const Tiles &tiles, const Tiles &next, int first, Products &sums) const {
-        for (auto &tile : sums)
-            for (auto &each : tile)
-                for (auto &part : each) part = Floats{};
-        for (int w = 0; w < groups / 2; ++w)
-            for (int t = 0; t < TILES; ++t) {
-                const std::uint32_t *words = tiles[t].keys + w * GROUP_WORDS * TILE;
-                for (int i = 0; i < GROUP_WORDS; ++i) __builtin_prefetch(next[t].keys + (w * GROUP_WORDS + i) * TILE);
-                for (const int group : {w, w + groups / 2}) {
-                    __builtin_prefetch(next[t].scales + group * 2 * TILE);
-                    for (int p = 0; p < PARTS; ++p) {
-                        const GroupPairs pairs(tiles[t].scales + p * LANES * 2 * groups, groups, group);
-                        const Codes codes(words + p * LANES, group == w ? 0 : 4);
-                        const Floats rest = pairs.offsets - 8.0f * pairs.scales;  // codes are too large by 8
-                        for (int q = 0; q < QUERIES; ++q) {
-                            const std::size_t at = std::size_t(first + q) * groups + group;
-                            sums[t][q][p] += pairs.scales * codes.times(numbers.data() + at * GROUP_WORDS) + rest * totals[at];
-                        }
-                    }
-                }
-            }
-    }
-
-  private:
     // A group of LANES tokens, without signs.
 #if defined(__AVX512VNNI__)
     struct Codes {
         __m512i words[GROUP_WORDS];
 
+        Codes() = default;
         [[gnu::always_inline]] Codes(const std::uint32_t *from, int shift) {
             for (int i = 0; i < GROUP_WORDS; ++i) {
                 const __m512i word = _mm512_loadu_si512(from + i * TILE);
@@ -279,6 +255,7 @@ class GroupSums {
     struct Codes {
         __m256i words[GROUP_WORDS];
 
+        Codes() = default;
         [[gnu::always_inline]] Codes(const std::uint32_t *from, int shift) {
             for (int i = 0; i < GROUP_WORDS; ++i) {
                 const __m256i word = _mm256_loadu_si256((const __m256i *)(from + i * TILE));
@@ -293,6 +270,68 @@ class GroupSums {
         }
     };
 #endif
+    struct Group {
+        Codes codes;
+        Floats scales, rest;
+    };
+
+  public:
+    // Tiles whose groups are unpacked once for all queries, in the order in which these add them up.
+    struct Held {
+        Group groups[TILES][PARTS][MAX_CHANNELS / 16];
+
+        Held(const Tiles &tiles, const Tiles &next, int count) {
+            for (int t = 0; t < TILES; ++t)
+                for (int w = 0; w < count / 2; ++w) {
+                    const std::uint32_t *words = tiles[t].keys + w * GROUP_WORDS * TILE;
+                    for (int i = 0; i < GROUP_WORDS; ++i) __builtin_prefetch(next[t].keys + (w * GROUP_WORDS + i) * TILE);
+                    for (const int half : {0, 1}) {
+                        const int number = w + half * (count / 2);
+                        __builtin_prefetch(next[t].scales + number * 2 * TILE);
+                        for (int p = 0; p < PARTS; ++p) {
+                            Group &group = groups[t][p][2 * w + half];
+                            const GroupPairs pairs(tiles[t].scales + p * LANES * 2 * count, count, number);
+                            group.codes = Codes(words + p * LANES, 4 * half);
+                            group.scales = pairs.scales;
+                            group.rest = pairs.offsets - 8.0f * pairs.scales;  // codes are too large by 8
+                        }
+                    }
+                }
+        }
+    };
+    static constexpr Format FORMAT = Format::int4;
+    static bool knows(const BestPages &call) { return call.group_bits == 4 && call.channels % 32 == 0; }
+
+    explicit GroupSums(const QueryRows &rows)
+        : groups(rows.words / GROUP_WORDS * 2), numbers(std::size_t(rows.count) * groups * GROUP_WORDS), totals(std::size_t(rows.count) * groups) {
+        for (int q = 0; q < rows.count; ++q)
+            for (int c = 0; c < rows.channels; ++c) {
+                const int number = whole(rows.numbers[q * rows.channels + c], rows.units[q]);
+                ((std::int8_t *)(numbers.data() + std::size_t(q) * groups * GROUP_WORDS))[c] = std::int8_t(number);
+                totals[q * groups + c / 16] += float(number);
+            }
+    }
+    Held held(const Tiles &tiles, const Tiles &next) const { return Held(tiles, next, groups); }
+    void of(const Held &held, int first, Products &sums) const {
+        for (int t = 0; t < TILES; ++t)
+            for (int p = 0; p < PARTS; ++p) {
+                Floats own[QUERIES] = {};
+                const Group *group = held.groups[t][p];
+                for (int w = 0; w < groups / 2; ++w)
+                    for (const int number : {w, w + groups / 2}) {
+                        const Codes codes = group->codes;
+                        const Floats scales = group->scales, rest = group->rest;
+                        ++group;
+                        for (int q = 0; q < QUERIES; ++q) {
+                            const std::size_t at = std::size_t(first + q) * groups + number;
+                            own[q] += scales * codes.times(numbers.data() + at * GROUP_WORDS) + rest * totals[at];
+                        }
+                    }
+                for (int q = 0; q < QUERIES; ++q) sums[t][q][p] = own[q];
+            }
+    }
+
+  private:
     int groups;
     std::vector<std::int32_t> numbers;  // (queries, groups, words of a group), four to each
     std::vector<float> totals;          // (queries, groups): sums of these

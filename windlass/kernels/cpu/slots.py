@@ -125,12 +125,13 @@ def encode(states: Tensor, means: Tensor | None, group: int) -> tuple[Tensor, Te
 
 
 def can_scan(pieces: Sequence[TiledKeys]) -> bool:
-    """Return True if `best_pages` knows these keys, which are in a CPU's memory: it takes two tiles at a time."""
-    states = [piece.states for piece in pieces]
-    return all(piece.tiles.shape[2] % 2 == 0 for piece in pieces) and all(
-        format_of(each) >= 0 and each.first == 0 and each.held_channels <= MAX_CHANNELS and each.full_precision is None
-        for each in states
-    )
+    """Return True if `best_pages` knows these keys, which are in a CPU's memory, all in the format of the first.
+
+    It takes two tiles at a time.
+    """
+    first = pieces[0].states
+    is_known = format_of(first) >= 0 and first.first == 0 and first.full_precision is None
+    return is_known and first.held_channels <= MAX_CHANNELS and all(piece.addresses[2] % 2 == 0 for piece in pieces)
 
 
 def can_recall(store: RecallSlots) -> bool:
@@ -146,14 +147,9 @@ def keys_of(digests: Sequence[Digests]) -> list[TiledKeys]:
     return [keys for each in digests for keys in (each.largest, each.least)]
 
 
-def tile_arguments(keys: TiledKeys) -> tuple[int, int, int]:
-    """Addresses of tiles and scales, and how many tiles there are."""
-    return keys.tiles.data_ptr(), address(keys.states.scales), keys.tiles.shape[2]
-
-
 def digest_arguments(digests: Digests) -> tuple[int, int, int, int, int]:
-    """The `tile_arguments` of both, which have as many tiles."""
-    return *tile_arguments(digests.largest)[:2], *tile_arguments(digests.least)
+    """The addresses of both, which have as many tiles."""
+    return *digests.largest.addresses[:2], *digests.least.addresses
 
 
 def best_pages(call: PageInput) -> BestPages:
@@ -172,7 +168,7 @@ def best_pages(call: PageInput) -> BestPages:
         (batch, kv_heads, score_heads, heads // kv_heads * tokens, tokens, channels, words, slots, call.count),
         (format_of(states), group_bits(states)),
         (queries.data_ptr(), is_query.data_ptr()),
-        list(map(tile_arguments, call.pieces)),
+        [piece.addresses for piece in call.pieces],
         list(map(digest_arguments, call.digests)),
         call.candidates,
         (positions.data_ptr(), kept.data_ptr()),
