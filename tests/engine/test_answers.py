@@ -25,6 +25,7 @@ from tests.helpers.schedulers import (
 from windlass import KVCache
 from windlass.cache.edits import holds_all
 from windlass.core.errors import UsageError
+from windlass.core.types import Tokens
 from windlass.engine import prefill
 from windlass.engine.prefix_cache import key_of
 from windlass.engine.prefix_entry import EntrySelector, PrefixText
@@ -190,8 +191,8 @@ def test_a_prompt_is_used_to_its_end_where_its_logits_are_known(
     row: dict[str, Any], tokens: int, mode: ReuseMode
 ) -> None:
     """A row has 9 tokens, read one by one, and a prompt is its first 7."""
-    ids = tuple(range(9))
-    text = PrefixText(**{"tokens": ids, "passes": tuple(range(1, 10)), "holds_all": True, **row})
+    ids = range(9)
+    text = PrefixText(**{"tokens": Tokens.of(ids), "passes": tuple(range(1, 10)), "holds_all": True, **row})
     asked = request_of(list(ids[:7]), ends=tuple(range(1, 7)), reuse=Reuse(mode=mode))
     assert text.usable(asked) == tokens
 

@@ -69,7 +69,7 @@ def test_ends_of_a_longer_prompt_are_those_of_one_that_nobody_knows(start: int) 
         assert encoder.tokenized(text) is tokens
         assert [*tokens.ids] == encode(tokenizer, text, is_start=True)
         ends = message_ends(tokenizer, tokens, found)
-        assert [tokens.ids[:end] for end in ends] == [
+        assert [tuple(tokens.ids[:end]) for end in ends] == [
             tuple(encode(tokenizer, text[:end], is_start=True)) for end in found if end
         ]
         talk.append({"role": "assistant", "content": f"{turn}"})

@@ -142,7 +142,9 @@ def test_a_whole_message_and_its_stream(served: Served) -> None:
         },
     }
     found = events_of(ask(served.port, PATH, asked | {"stream": True}))
-    assert [each["type"] for each in found[:3]] == ["message_start", "ping", "content_block_start"]
+    assert [each["type"] for each in found[:2]] == ["message_start", "ping"]
+    found = [each for each in found if each["type"] != "ping"]  # a slow machine sends more of them
+    assert found[1]["type"] == "content_block_start"
     start = found[0]["message"]
     assert (start["stop_reason"], start["usage"]["input_tokens"], start["usage"]["output_tokens"]) == (None, length, 0)
     pieces = [each["delta"] for each in found if each["type"] == "content_block_delta"]
