@@ -424,7 +424,8 @@ class RowReader {
 
     void read(std::int64_t row, std::int64_t index, std::uint8_t *out) {
         if (index < start) piece = 0, start = 0;
-        for (; index >= start + call.pieces[piece].tokens; ++piece) start += call.pieces[piece].tokens;
+        while (piece < call.pieces.size() && index >= start + call.pieces[piece].tokens) start += call.pieces[piece++].tokens;
+        if (piece == call.pieces.size()) return;
         const auto &[data, tokens] = call.pieces[piece];
         const std::int64_t at = row * tokens + index - start;
         if (!call.is_tiled) {

@@ -129,6 +129,8 @@ def can_scan(pieces: Sequence[TiledKeys]) -> bool:
 
     It takes two tiles at a time.
     """
+    if not pieces:
+        return True
     first = pieces[0].states
     is_known = format_of(first) >= 0 and first.first == 0 and first.full_precision is None
     return is_known and first.held_channels <= MAX_CHANNELS and all(piece.addresses[2] % 2 == 0 for piece in pieces)
