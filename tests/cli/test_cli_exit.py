@@ -79,9 +79,13 @@ def test_an_interrupted_cache_does_not_replace_an_older_file(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_other_signals_end_a_command_as_ctrl_c_does(number: signal.Signals):
-    with pytest.raises(KeyboardInterrupt), as_interrupts():
-        os.kill(os.getpid(), number)
-    assert signal.getsignal(number) is signal.SIG_DFL
+    before = signal.signal(number, signal.SIG_DFL)  # tests that nohup starts ignore a hangup
+    try:
+        with pytest.raises(KeyboardInterrupt), as_interrupts():
+            os.kill(os.getpid(), number)
+        assert signal.getsignal(number) is signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize("is_late", [True, False])
