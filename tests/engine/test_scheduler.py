@@ -223,7 +223,7 @@ def test_a_short_prompt_waits_for_no_step_of_others(
     (ids,) = rows_of(text, 9)
     with running(attached_model("llama"), tokenizer, limits=EngineLimits(max_tokens=10**6)) as engine:
         long = engine.submit(request_of(ids, 10**6))
-        wait_for(lambda: long.take(1.0))
+        wait_for(lambda: bool(long.take(1.0)))
         for _ in range(3):  # its first token comes with its prompt, and behind that a step has its turn
             wait_for(lambda: any(isinstance(each, Piece) for each in long.take(1.0)))
 

@@ -226,8 +226,8 @@ class TokenizedText:
 
 @final
 class PromptEncoder:
-    """Tokenizes prompts. A long one that begins as one of the latest did is tokenized from its end on. The latest is
-    known.
+    """Tokenizes prompts. A long one that begins as one of the latest did is tokenized from its end on. The
+    latest one, asked for again, is not tokenized.
 
     Tokenizers cut a text at special tokens first, and read the texts between them one by one.
     """
@@ -244,9 +244,10 @@ class PromptEncoder:
         """A text as a prompt begins with it."""
         if not text:
             return TokenizedText(text, Tokens(), *(array("i") for _ in range(3)))
-        if self._latest is None or self._latest.text != text:
-            self._latest = self._found(text)
-        return self._latest
+        found = self._latest  # another thread may ask for another text meanwhile
+        if found is None or found.text != text:
+            found = self._latest = self._found(text)
+        return found
 
     def _found(self, text: str) -> TokenizedText:
         known = [(shared(each.text, text), each) for each in self._held] if len(text) >= LEAST else []

@@ -198,7 +198,7 @@ def _attend(call: AttentionInput, some: int) -> tuple[Attended, Mass | None]:
 def can_multiply(call: LinearInput) -> bool:
     """Return True if `linear` knows these tensors, which are in a CPU's memory, and is fastest for so few rows.
 
-    Up to `most_rows` rows of 16 bits go through it, `rows_at_once`, where weights are codes or PyTorch is slow.
+    Up to `most_rows` rows of 16 bits go through it, where weights are codes or PyTorch is slow.
     """
     layer, dtype = call.layer, call.inputs.dtype
     is_slow = dtype.itemsize == 2 and (layer.is_coded or product_dtype(call.inputs) is not dtype)
