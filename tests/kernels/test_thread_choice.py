@@ -1,5 +1,7 @@
 """The number of threads of decode steps: which is chosen, and that no bit depends on it."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -84,3 +86,48 @@ def test_no_bit_depends_on_the_threads_of_a_step(options: dict[str, Any]) -> Non
     torch.set_num_threads(before)
     assert torch.equal(read[0], read[1])
     assert torch.equal(read[0], read[2])
+
+
+POOLS = """
+import os, sys, threading
+import torch
+import windlass
+from tests.helpers.schedulers import options_of
+from windlass.engine.scheduler import Scheduler
+from windlass.kernels import cpu
+from windlass.testing import tiny_model
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+def work():
+    torch.set_num_threads(3)
+    before = threads()
+    torch.zeros(1 << 20).exp()
+    found = [threads() - before]
+    if sys.argv[1] == "pool":
+        cpu.end_pool()
+    elif sys.argv[1] == "attach":
+        windlass.attach(tiny_model("llama"))
+    else:
+        windlass.attach(model := tiny_model("llama"))
+        scheduler = Scheduler(model, None, [(2, options_of())])
+        torch.zeros(1 << 20).exp()
+        scheduler.start()
+        found.append(scheduler._thread.is_alive())
+    found.append(threads() - before)
+    print(found)
+
+worker = threading.Thread(target=work)
+worker.start()
+worker.join()
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads by /proc")
+@pytest.mark.parametrize(("way", "found"), [("pool", [2, 0]), ("attach", [2, 0]), ("engine", [2, True, 1])])
+def test_a_pool_is_ended_before_another_thread_computes(way: str, found: list[Any]) -> None:
+    """Threads of this pool that were left would let those of the other sleep at each barrier."""
+    ended = subprocess.run([sys.executable, "-u", "-c", POOLS, way], capture_output=True, text=True, timeout=120)
+    assert ended.stdout.strip() == str(found), ended.stderr

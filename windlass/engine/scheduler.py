@@ -42,6 +42,7 @@ from windlass.engine.row_bytes import RowBytes, Sizes, most_held, replace_batch
 from windlass.engine.sequence import ActiveRequest, Lane, is_alike
 from windlass.engine.speculate import OFF, Speculate, drafter_of, is_drafted
 from windlass.hf.kv_cache import KVCache
+from windlass.kernels import cpu
 
 
 class Watcher(ABC):
@@ -339,6 +340,7 @@ class Scheduler(Service):
 
     def start(self) -> None:
         """Let the engine's thread run."""
+        cpu.end_pool()
         self._thread.start()
 
     def wait(self) -> None:

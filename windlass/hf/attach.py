@@ -71,6 +71,7 @@ from windlass.hf.recurrent import Columns, columns_of, layer_kinds, meta_states
 from windlass.hf.rope import rotaries_of, tolerance_of
 from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
 from windlass.hf.tensor_parallel import heads_of, ranks_of
+from windlass.kernels import cpu
 from windlass.positions.rotary import Rotary, unturned
 
 WAY_OUT: Final = "Pass the whole conversation as it was read, followed by the new text, or call cache.reset() first"
@@ -525,6 +526,7 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
         if not isinstance(error, Exception):
             raise
         raise refusal(model, error) from (None if isinstance(error, WindlassError) else error)
+    cpu.end_pool()  # the model may be used by another thread from now on
     return model
 
 

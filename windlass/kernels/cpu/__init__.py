@@ -69,6 +69,13 @@ def instruction_sets() -> tuple[str, ...]:
     return () if _native is None else tuple(_native.instruction_sets().split())
 
 
+def end_pool() -> None:
+    """End the calling thread's OpenMP threads, before another thread computes. While they wait, those of the other
+    thread sleep at each barrier. The next parallel loop starts new ones."""
+    if _native is not None:
+        _native.end_pool()
+
+
 @cache
 def instruction_set() -> str:
     """The instruction set in use. "none" where plain PyTorch does the work.

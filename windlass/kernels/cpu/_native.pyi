@@ -9,6 +9,7 @@ from torch import Tensor
 PackedStates = tuple[int, int, int, int, int, int, int, int, int, int, int, int]
 
 def instruction_sets() -> str: ...
+def end_pool() -> None: ...
 def attend(
     sizes: tuple[int, int, int, int, int, int],
     format: int,

@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
+#include <omp.h>
 
 #include <optional>
 #include <string>
@@ -350,12 +351,21 @@ void query_mass(std::tuple<int, int, int, int, int, int, int> sizes, std::tuple<
     kernels_of(instruction_set).query_mass(call, threads);
 }
 
+// GNU's OpenMP counts the threads of all pools. Where they are more than the CPUs, one that waits
+// at a barrier sleeps at once, which costs 60 us, and it never learns that a pool lies idle.
+void end_pool() {
+#if defined(__GNUC__) && !defined(__clang__)
+    omp_pause_resource_all(omp_pause_soft);  // of the calling thread alone
+#endif
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
     using namespace nb::literals;
     nb::set_leak_warnings(false);  // a cache that lives until the process ends is no leak
     module.def("instruction_sets", &instruction_sets);
+    module.def("end_pool", &end_pool);
     module.def("attend", &attend, "sizes"_a, "format"_a, "float_format"_a, "queries"_a, "strides"_a, "keys"_a,
                "values"_a, "slot_positions"_a, "query_positions"_a, "rotary_index"_a, "tables"_a,
                "query_gain"_a, "scale"_a, "softcap"_a, "visibility"_a, "sink_logits"_a, "log_counts"_a, "mass"_a, "out"_a,
