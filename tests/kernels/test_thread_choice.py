@@ -57,8 +57,8 @@ def test_one_step_decides_where_threads_wait_for_each_other() -> None:
 
 def test_a_slow_step_decides_nothing_by_itself() -> None:
     choice = ThreadChoice()
-    times = iter([1.0, 1.8, 2.9, 1.8, 1.0, 1.8])
-    assert chosen(choice, 6, 2, lambda _: next(times)) == [2, 1] * TRIAL
+    times = iter([1.0, 1.8, 2.9, 1.8, *[1.0, 1.8] * (TRIAL - 2)])
+    assert chosen(choice, 2 * TRIAL, 2, lambda _: next(times)) == [2, 1] * TRIAL
     assert choice.of(2) == 2
 
 

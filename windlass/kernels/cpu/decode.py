@@ -194,9 +194,9 @@ def _recall(store: RecallSlots) -> "_native.RecallArguments":
     )
 
 
-TRIAL: Final = 3  # steps by which a number of threads is judged
+TRIAL: Final = 5  # steps by which a number of threads is judged
 CLEAR: Final = 3.0  # ratio of two times that decides at once
-PAUSES: Final = (128, 1024)  # steps between trials, at first and at most
+PAUSES: Final = (32, 1024)  # steps between trials, at first and at most
 
 
 @final
