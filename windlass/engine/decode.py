@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, cast, final
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -25,6 +26,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from windlass import kernels
 from windlass.cache.history import History
 from windlass.cache.layer import SlotLayer
 from windlass.core.errors import UsageError, WindlassWarning
@@ -39,6 +41,18 @@ from windlass.hf.kv_cache import KVCache
 from windlass.positions.modes import PositionMode
 
 DRAWS: Final = 256  # random numbers made at a time
+BITS: Final = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+def likeliest(logits: Tensor) -> Tensor:
+    """The token of each row's highest logit, (batch, 1), the first of equal ones."""
+    if kernels.can_ask(logits) and logits.dtype in BITS:
+        # The bits of positive numbers are in the numbers' order. PyTorch's own takes 20 times as long for bfloat16.
+        bits = logits.view(BITS[logits.dtype]).numpy()
+        found = bits.argmax(-1, keepdims=True)
+        if (np.take_along_axis(bits, found, -1) > 0).all():
+            return torch.from_numpy(found)
+    return logits.argmax(-1, keepdim=True)
 
 
 class Sampler:
@@ -98,7 +112,7 @@ class Sampler:
         if self._penalty != 1.0:
             logits = self._penalised(logits.float())
         if self._is_greedy:
-            chosen = logits.argmax(-1, keepdim=True)
+            chosen = likeliest(logits)
         else:
             # No processor here looks at the text.
             scores = self._warpers(cast(torch.LongTensor, None), cast(torch.FloatTensor, logits.float()))

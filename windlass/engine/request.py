@@ -242,7 +242,7 @@ Event = Progress | PromptLogprobs | Piece | Finish | Failure
 
 
 class Ticket:
-    """An accepted request and its events. The engine's thread calls `notify` after each event. It must not wait.
+    """An accepted request and its events. The engine's thread calls `notify` for new ones. It must not wait.
 
     Any thread may take the events.
     """

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Condition, Thread
@@ -75,7 +76,7 @@ class Service(ABC):
 
     @abstractmethod
     def submit_all(self, requests: Sequence[Request], notify: Callable[[], None] | None = None) -> list[Ticket]:
-        """Take all of these requests, or none. After each event of a ticket the engine's thread calls `notify`.
+        """Take all of these requests, or none. When there are events of a ticket, the engine's thread calls `notify`.
 
         Raises: UsageError for a prompt or options that cannot be served, naming those that can. QueueFullError.
         EngineDeadError.
@@ -100,6 +101,33 @@ class Service(ABC):
     @abstractmethod
     def stop(self, seconds: float = 0.0) -> None:
         """Refuse new requests, end those not done after `seconds`, and end the thread. May be repeated."""
+
+
+@final
+class Notices:
+    """Calls of the clients' `notify`. During a step of many texts they wait, because a client's thread that wakes up
+    takes the interpreter from the engine's."""
+
+    def __init__(self) -> None:
+        self._held: dict[Callable[[], None], None] | None = None
+
+    def give(self, notify: Callable[[], None]) -> None:
+        """Call it, now or at the end of the step."""
+        if self._held is None:
+            notify()
+        else:
+            self._held[notify] = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A step, at whose end each is called once."""
+        held = self._held = {}
+        try:
+            yield
+        finally:
+            self._held = None
+            for notify in held:
+                notify()
 
 
 @dataclass
@@ -316,7 +344,7 @@ class Scheduler(Service):
         self._reading = deque[ActiveRequest]()
         self._waiting = Admission(self.limits, kinds)
         self._snapshots, self._totals = Snapshots(PrefixCache(reuse_bytes), disk), Totals()
-        self._changed, self._cancelled = Condition(), set[int]()
+        self._changed, self._cancelled, self._notices = Condition(), set[int](), Notices()
         self._guard, self._number = ErrorCounter(self._totals, self._lockstep is not None), 0
         self._stops_at: float | None = None
         self._is_dead = self._has_read = False
@@ -359,7 +387,8 @@ class Scheduler(Service):
         with self._changed:
             if self._is_dead or self._stops_at is not None:
                 raise EngineDeadError("the engine has stopped. Start the server again")
-            tickets = [Ticket(self._number + at, each, notify) for at, each in enumerate(requests, 1)]
+            told = None if notify is None else partial(self._notices.give, notify)
+            tickets = [Ticket(self._number + at, each, told) for at, each in enumerate(requests, 1)]
             self._waiting.add(tickets)
             self._number += len(tickets)
             self._changed.notify_all()
@@ -464,10 +493,11 @@ class Scheduler(Service):
         def step() -> None:
             logits = lane.step({task.row: task.next_tokens() for task in writing})
             self._totals.steps += 1
-            for task in writing:
-                self._guard.do([task], partial(task.take, logits[task.row]), lane)
-                self._show(task)
-                self._finish(task)
+            with self._notices.held():
+                for task in writing:
+                    self._guard.do([task], partial(task.take, logits[task.row]), lane)
+                    self._show(task)
+                    self._finish(task)
 
         if not self._guard.do(writing, step, lane):
             lane.reset()

@@ -16,7 +16,7 @@ from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.ranks import Ranks
 from windlass.engine.chunks import PartsReader
-from windlass.engine.decode import Sampler, agreed_token, logprobs_of, weakened
+from windlass.engine.decode import Sampler, agreed_token, likeliest, logprobs_of, weakened
 from windlass.engine.generate import RowText
 from windlass.engine.prefill import PromptReader, Reader, feed_tokens
 from windlass.engine.prefix_cache import RowSource, Snapshots, key_of
@@ -102,7 +102,7 @@ class Writer:
         def chosen() -> int:
             nonlocal logprobs
             if self._is_plain:
-                return int(logits.argmax())
+                return int(likeliest(logits[None]))
             scores = self._adjusted(logits.float())
             self._sampler.prepare()
             token = int(self._sampler.choose(scores[None]))

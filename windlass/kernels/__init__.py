@@ -104,6 +104,12 @@ def write_tokens(call: WriteInput) -> None:
         _recall_of(call.index).write_tokens(call)
 
 
+def can_ask(tensor: Tensor) -> bool:
+    """Return True if the host can read a value of `tensor` at once. Where it has to wait for a device, no step that
+    does so can be captured in a graph."""
+    return _is_compiled(tensor.device.type)
+
+
 def recall_device(device: torch.device, dtype: torch.dtype) -> torch.device:
     """The device that ranks keys a model on `device` evicts: itself, if its kernels can read them in host memory."""
     is_known = _has_triton(device.type) and dtype in (torch.float32, torch.bfloat16, torch.float16)

@@ -54,8 +54,8 @@ class LagKV(Policy, LayersAsRows):
         place = torch.arange(order.shape[-1], device=order.device)
         has_block_after = (place >= sinks) & (place < last - self.lag)
         is_new = torch.empty_like(has_block_after).scatter_(-1, order, has_block_after) & (known_end != block_end)
-        # On a CPU it is cheap to ask, and mostly no block has ended.
-        if not is_new.is_cpu or bool(is_new.any()):
+        # Mostly no block has ended.
+        if not kernels.can_ask(is_new) or bool(is_new.any()):
             score.copy_(self._ranks(slots, order, sinks, last).where(is_new, score))
             known_end.copy_(block_end.where(is_new, known_end))
         return score.masked_fill(known_end == 0, UNRANKED)

@@ -86,7 +86,8 @@ class Tickets:
                 yield found
                 continue
             try:
-                await asyncio.wait_for(self._wake.wait(), min(LOOK_SECONDS, ping_seconds))
+                async with asyncio.timeout(min(LOOK_SECONDS, ping_seconds)):
+                    await self._wake.wait()
             except TimeoutError:
                 self._check_alive()
                 silent += min(LOOK_SECONDS, ping_seconds)
@@ -100,7 +101,7 @@ class Tickets:
             raise ApiError(503, "the engine has stopped. Restart the server", None, "engine_dead")
 
     def _notify(self) -> None:
-        """Wake the loop, once for many events. The engine's thread calls this after each event."""
+        """Wake the loop, once for many events. The engine's thread calls this."""
         if not self._is_woken:
             self._is_woken = True
             try:
@@ -256,6 +257,7 @@ class EventStream(StreamingResponse):
 
     async def _within(self, sending: Any) -> None:
         try:
-            await asyncio.wait_for(sending, self._send_seconds)
+            async with asyncio.timeout(self._send_seconds):
+                await sending
         except (TimeoutError, OSError):
             raise ClientGone from None
