@@ -31,7 +31,9 @@ from transformers import PreTrainedModel
 
 import tests.helpers.checked
 import windlass
+from windlass import kernels
 from windlass.evals.ray_cluster import connected
+from windlass.hf.cpu_decoder import FewTokensLayer
 from windlass.testing import VOCABULARY, tiny_model
 
 for name in [each for each in os.environ if each.startswith("WINDLASS_") and each != "WINDLASS_CPU"]:
@@ -167,7 +169,16 @@ def plain_model() -> "Models":
 @pytest.fixture(scope="session")
 def attached_model() -> "Models":
     """A tiny model of a family, attached, and equal to `plain_model`'s. Not to be changed."""
-    return _cached(lambda family: windlass.attach(tiny_model(family)))
+    has_kernels, kernel = kernels._is_compiled, FewTokensLayer._kernel
+
+    def made(family: str) -> PreTrainedModel:
+        # Proven by the kernels, although the first test that asks for it may hide them.
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "_is_compiled", has_kernels)
+            patch.setattr(FewTokensLayer, "_kernel", kernel)
+            return windlass.attach(tiny_model(family))
+
+    return _cached(made)
 
 
 def _cached(make: "Models") -> "Models":

@@ -1,8 +1,8 @@
 """Many texts at once: one thread owns the model and its caches, and lets requests read and write in turn.
 
-A turn is one chunk of one prompt, or one decode step of every lane. Where there is work of both kinds they alternate.
-So no decode step waits longer than a chunk, a prompt that comes alone waits for no step, and a long prompt holds no
-short one back, because prompts are read in turn. A request waits until it has a row. From then on it owns all the
+A turn reads a chunk of tokens, of one prompt or of several short ones, or is a decode step of every lane. Where there is
+work of both kinds they alternate. So no decode step waits longer than a chunk, a prompt that comes alone waits for no
+step, and a long prompt holds no short one back, because prompts are read in turn. A request waits until it has a row. From then on it owns all the
 memory that it can need.
 """
 
@@ -470,11 +470,23 @@ class Scheduler(Service):
         writing = [task for task in self._tasks if task.reader is None]
         self._has_read = bool(self._reading) and not (self._has_read and writing)
         if self._has_read:
-            self._read(self._reading.popleft())
+            self._read_chunk(turn)
         else:
             for lane in {id(task.lane): task.lane for task in writing}.values():
                 self._write(lane, [task for task in writing if task.lane is lane])
         self._retire()
+
+    def _read_chunk(self, turn: StepInput) -> None:
+        """Read as many prompts as are done within a chunk of tokens, but at least one pass."""
+        left = self.options.chunk
+        while True:
+            task = self._reading.popleft()
+            left -= task.next_read
+            self._read(task)
+            self._retire()
+            self._admit(turn)
+            if not self._reading or self._reading[0].next_read > left:
+                return
 
     def _read(self, task: ActiveRequest) -> None:
         """Read one chunk of a prompt, which then waits for its next turn behind the others."""
@@ -522,6 +534,8 @@ class Scheduler(Service):
         for ticket in turn.wanted:
             if len(self._reading) >= self.limits.reading:
                 return
+            if ticket not in self._waiting.tickets:  # it began earlier in the turn
+                continue
             lane = row = None
             try:
                 lane = self._lane_for(ticket.request)

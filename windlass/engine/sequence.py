@@ -354,6 +354,12 @@ class ActiveRequest(RowSource):
             self.lane.put(self.row, reader.cache)
             self.reader = None
 
+    @property
+    def next_read(self) -> int:
+        """The most tokens that the next pass over its prompt reads."""
+        assert self.reader is not None, "a prompt that was read before"
+        return min(self.lane.options.chunk, len(self.ticket.request.prompt) - self.reader.done)
+
     def next_tokens(self) -> list[int]:
         """The tokens that the next pass reads: the latest one, and drafts behind it if no other text has a row."""
         self._drafts = []
