@@ -1,9 +1,9 @@
 """Many texts at once: one thread owns the model and its caches, and lets requests read and write in turn.
 
-A turn reads a chunk of tokens, of one prompt or of several short ones, or is a decode step of every lane. Where there is
-work of both kinds they alternate. So no decode step waits longer than a chunk, a prompt that comes alone waits for no
-step, and a long prompt holds no short one back, because prompts are read in turn. A request waits until it has a row. From then on it owns all the
-memory that it can need.
+A turn reads a chunk of tokens, of one prompt or of several short ones, or is a decode step of every lane. Where there
+is work of both kinds they alternate. So no decode step waits longer than a chunk, a prompt that comes alone waits for
+no step, and a long prompt holds no short one back, because prompts are read in turn. A request waits until it has a
+row. From then on it owns all the memory that it can need.
 """
 
 from __future__ import annotations
