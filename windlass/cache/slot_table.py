@@ -165,7 +165,8 @@ class SlotTable:
 
     def resize(self, slots: int) -> None:
         """Pack the held tokens into the first of `slots` slots. Afterwards no slot is reserved."""
-        self._rearrange((self.positions == EMPTY).to(torch.uint8).argsort(dim=-1, stable=True)[..., :slots], slots)
+        order = (self.positions == EMPTY).to(torch.uint8).argsort(dim=-1, stable=True)
+        self._rearrange(order[..., : min(slots, self.occupancy_bound)], slots)
 
     def sort(self) -> None:
         """Sort the held tokens into the first slots, in the order of their text. No slot may be reserved."""

@@ -19,8 +19,11 @@ step.
 """
 
 import copy
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from math import prod
+from mmap import mmap
 from typing import ClassVar, Final, NamedTuple
 
 import torch
@@ -31,8 +34,27 @@ from windlass.core.inputs import PackedStates, Writes
 from windlass.core.types import IndexKeys, KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
 from windlass.stores.full_precision import FullPrecisionRing
 
+LARGE: Final = 2**20  # bytes from which on memory is asked of the system
 INDEX_KEYS: Final = "index_keys"  # name of the part that holds them, also in prompt-cache files
 Parts = dict[str, Tensor]  # by name, each (batch, kv_heads, slots or tokens, width of its own)
+
+
+def _zeros(like: Tensor, slots: int) -> Tensor:
+    """A part of so many slots, like one of others. A CPU's memory is taken page by page, as tokens are written."""
+    shape = *like.shape[:2], slots, like.shape[3]
+    size = prod(shape) * like.itemsize
+    if like.device.type != "cpu" or size < LARGE:
+        return like.new_zeros(shape)
+    return torch.frombuffer(_pages(size), dtype=like.dtype).view(shape)
+
+
+def _pages(size: int) -> mmap:
+    """Memory that is zero until it is written. It is given back once no tensor has it."""
+    if sys.platform == "win32":
+        return mmap(-1, size)
+    from mmap import MAP_ANONYMOUS, MAP_PRIVATE  # which Windows lacks
+
+    return mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
 
 
 class StoreSnapshot(NamedTuple):
@@ -184,7 +206,7 @@ class Store(ABC):
         sample = self.parts_of(keys[:, :, :1], values[:, :, :1])
         if self.index:
             sample[INDEX_KEYS] = keys.new_empty(keys.shape[0], 1, 1, self.index)
-        self._parts = {name: part.new_zeros(*part.shape[:2], slots, part.shape[3]) for name, part in sample.items()}
+        self._parts = {name: _zeros(part, slots) for name, part in sample.items()}
 
     @property
     def slots(self) -> int:
@@ -240,7 +262,7 @@ class Store(ABC):
         """Keep the slots at `order`, in that order, then free slots up to `slots`."""
         kept, parts = order.shape[-1], {}
         for name, part in self._allocated().items():
-            parts[name] = part.new_zeros(*part.shape[:2], slots, part.shape[3])
+            parts[name] = _zeros(part, slots)
             parts[name][:, :, :kept] = kernels.read(part, order)
         self.full_precision.rearrange(order, self.slots)
         self._parts = parts
