@@ -97,6 +97,8 @@ class Kernel {
     std::size_t rotated_size, logits_size, tables_size, turned_size, tiles_size;
     bool is_narrow, is_laid, is_steady;
 
+    static constexpr float UNWRITTEN = -1;  // in place of the sum of a piece whose slots are all free
+
     static int thread() { return omp_get_thread_num(); }
 
     ThreadBuffers buffers_of(int thread_number) const {
@@ -163,11 +165,8 @@ class Kernel {
     void attend_piece(int row, int split, int first, int heads, ThreadBuffers buffers) {
         const std::size_t states = std::size_t(heads) * call.group() * call.tokens;
         float *states_of = partial_of(row, split, first * call.group());
-        for (std::size_t i = 0; i < states; ++i) {
-            float *state = states_of + i * sizes.partial_width;
-            for (std::size_t j = 0; j < sizes.partial_width; ++j) state[j] = 0;
-            state[0] = HIDDEN;
-        }
+        for (std::size_t i = 0; i < states; ++i) states_of[i * sizes.partial_width] = HIDDEN, states_of[i * sizes.partial_width + 1] = UNWRITTEN;
+        bool is_written = false;
         const int start = split * piece(call), end = start + piece(call) < call.slots ? start + piece(call) : call.slots;
         BlockMask mask;
         for (int at = start; at < end; at += BLOCK) {
@@ -176,11 +175,12 @@ class Kernel {
                 if (head == first || call.score_heads > 1) {
                     mask_block(call, row, score_head_of(head), at, count, mask);
 #if defined(__AVX512BF16__)
-                    buffers.has_steady = is_steady && follows(row, head, at, count);
-                    if (buffers.has_steady) lay_bases(row, head, at, count, buffers);
-                    else if (is_laid) lay_tables(call.near, row, head, at, count, buffers.tables);
-                    if (is_laid && call.has_far()) lay_tables(call.far, row, head, at, count, buffers.far_tables);
+                    if (!mask.is_empty) lay_block(row, head, at, count, buffers);
 #endif
+                }
+                if (!mask.is_empty && !is_written) {
+                    for (std::size_t i = 0; i < states; ++i) std::fill_n(states_of + i * sizes.partial_width + 1, sizes.partial_width - 1, 0.0f);
+                    is_written = true;
                 }
                 attend_block(row, head, split, at, count, mask, buffers);
             }
@@ -188,6 +188,13 @@ class Kernel {
     }
 
 #if defined(__AVX512BF16__)
+    // Lays out the tables by which all heads rotate a block, its keys or the queries back.
+    void lay_block(int row, int head, int at, int count, ThreadBuffers &buffers) const {
+        buffers.has_steady = is_steady && follows(row, head, at, count);
+        if (buffers.has_steady) lay_bases(row, head, at, count, buffers);
+        else if (is_laid) lay_tables(call.near, row, head, at, count, buffers.tables);
+        if (is_laid && call.has_far()) lay_tables(call.far, row, head, at, count, buffers.far_tables);
+    }
     void lay_tables(const Branch &branch, int row, int head, int at, int count, float *out) const {
         const std::int32_t *positions = rotary_positions(branch, row, head, at);
         for (int j = 0; j < count; ++j)
@@ -196,9 +203,10 @@ class Kernel {
     // Whether slots are at positions that follow each other, STEADY of them at least.
     bool follows(int row, int head, int at, int count) const {
         const std::int32_t *positions = rotary_positions(call.near, row, head, at);
-        bool follow = true;
-        for (int j = 0; j < count; ++j) follow &= positions[j] == positions[j / STEADY * STEADY] + j % STEADY;
-        return follow;
+        std::int32_t others = 0;
+        for (int from = 0; from < count; from += STEADY)
+            for (int j = from, end = std::min(from + STEADY, count); j < end; ++j) others |= positions[j] ^ (positions[from] + j - from);
+        return others == 0;
     }
     // The rows of the tables by which queries are rotated back for every STEADY slots. Their first row has the scale of the
     // tables, which counts once.
@@ -541,8 +549,10 @@ class Kernel {
                 top = highest > top ? highest : top;
             }
             float *first = partial_of(row, 0, head) + t * sizes.partial_width;
+            if (first[1] == UNWRITTEN) std::fill_n(first + MAX_LANES, sizes.value_width, 0.0f);
             for (int split = 0; split < splits; ++split) {
                 float *state = partial_of(row, split, head) + t * sizes.partial_width;
+                if (state[1] == UNWRITTEN) continue;
                 const float share = state[0] == HIDDEN ? 0.0f : std::exp(state[0] - top);
                 sum_exp += share * state[1];
                 float *sum = first + MAX_LANES;  // as many lanes as there is room for
