@@ -45,7 +45,11 @@ def _zeros(like: Tensor, slots: int) -> Tensor:
     size = prod(shape) * like.itemsize
     if like.device.type != "cpu" or size < LARGE:
         return like.new_zeros(shape)
-    return torch.frombuffer(_pages(size), dtype=like.dtype).view(shape)
+    try:
+        pages = _pages(size)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{size:,} bytes for slots") from error
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)
 
 
 def _pages(size: int) -> mmap:
