@@ -508,8 +508,9 @@ class Scheduler(Service):
             with self._notices.held():
                 for task in writing:
                     self._guard.do([task], partial(task.take, logits[task.row]), lane)
-                    self._show(task)
-                    self._finish(task)
+            for task in writing:
+                self._show(task)
+                self._finish(task)
 
         if not self._guard.do(writing, step, lane):
             lane.reset()
