@@ -7,7 +7,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <omp.h>
+
+#if defined(__linux__)
+#include <dlfcn.h>
+#endif
 
 #include <optional>
 #include <string>
@@ -352,10 +355,17 @@ void query_mass(std::tuple<int, int, int, int, int, int, int> sizes, std::tuple<
 }
 
 // GNU's OpenMP counts the threads of all pools. Where they are more than the CPUs, one that waits
-// at a barrier sleeps at once, which costs 60 us, and it never learns that a pool lies idle.
+// at a barrier sleeps at once, which costs 60 us, and it never learns that a pool lies idle. The
+// function is looked up, as not all libraries of that name have it.
 void end_pool() {
-#if defined(__GNUC__) && !defined(__clang__)
-    omp_pause_resource_all(omp_pause_soft);  // of the calling thread alone
+#if defined(__linux__)
+    using Pause = int (*)(int);
+    constexpr int SOFT = 1;
+    static const Pause pause = [] {
+        void *library = dlopen("libgomp.so.1", RTLD_LAZY | RTLD_NOLOAD);
+        return library ? reinterpret_cast<Pause>(dlsym(library, "omp_pause_resource_all")) : nullptr;
+    }();
+    if (pause) pause(SOFT);  // of the calling thread alone
 #endif
 }
 
