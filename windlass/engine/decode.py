@@ -186,8 +186,8 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[tuple[L
         values = logits[start : start + len(chosen)].float().log_softmax(-1)
         own = values.gather(1, torch.tensor(chosen, device=values.device)[:, None])[:, 0].tolist()
         best = values.topk(top)
-        for token, value, *likeliest in zip(chosen, own, best.indices.tolist(), best.values.tolist(), strict=True):
-            found.append((Logprob(token, value), *map(Logprob, *likeliest)))
+        for token, value, *others in zip(chosen, own, best.indices.tolist(), best.values.tolist(), strict=True):
+            found.append((Logprob(token, value), *map(Logprob, *others)))
     return found
 
 

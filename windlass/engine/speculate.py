@@ -20,6 +20,7 @@ from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError, shown
 from windlass.core.parse import near_to
 from windlass.core.step import Pass
+from windlass.engine.decode import likeliest
 from windlass.engine.prefill import feed, feed_tokens, passes, rest_of
 from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
@@ -128,10 +129,10 @@ class DraftModel:
         """
         try:
             logits = self._read(text)
-            drafts = [int(logits[0, :vocabulary].argmax())]
+            drafts = [int(likeliest(logits[:, :vocabulary]))]
             while len(drafts) < most:
                 logits = self._next(drafts[-1])
-                drafts.append(int(logits[0, :vocabulary].argmax()))
+                drafts.append(int(likeliest(logits[:, :vocabulary])))
         except BaseException:
             self._forget()
             raise

@@ -106,7 +106,7 @@ def write_tokens(call: WriteInput) -> None:
 
 def can_ask(tensor: Tensor) -> bool:
     """Return True if the host can read a value of `tensor` at once. Where it has to wait for a device, no step that
-    does so can be captured in a graph."""
+    does so can be captured in a graph. Plain PyTorch counts as a device."""
     return _is_compiled(tensor.device.type)
 
 
