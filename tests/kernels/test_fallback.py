@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers.models import Models, Text
 from windlass import UsageError, kernels
+from windlass.engine.generate import prefill
 from windlass.kernels import cpu, reference
 
 WITHOUT_MODULE = """
@@ -20,6 +21,7 @@ import sys
 sys.modules["windlass.kernels.cpu._native"] = None  # its import fails, as where it was never built
 
 import torch, windlass
+from tests.kernels.test_fallback import continued, stepped
 from windlass.kernels import cpu, reference, sdpa
 from windlass.testing import VOCABULARY, tiny_model
 
@@ -29,10 +31,8 @@ reference.attend = lambda *args, **options: calls.append(args) or plain(*args, *
 cpu.attend = sdpa.attend = None
 model = windlass.attach(tiny_model("llama"))
 ids = torch.randint(VOCABULARY, (1, 45), generator=torch.Generator().manual_seed(0))
-for _ in range(2):
-    cache = windlass.KVCache(model, budget=30, policy=windlass.policies.H2O())
-    text = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0)
-print(len(calls) > 24, text[0].tolist())
+texts = continued(model, ids), continued(model, ids), stepped(model, ids)
+print(len(calls) > 36, *texts)
 """
 
 
@@ -53,6 +53,17 @@ def continued(model: PreTrainedModel, ids: Tensor) -> list[int]:
     return text[0].tolist()
 
 
+def stepped(model: PreTrainedModel, ids: Tensor) -> list[int]:
+    """The same by passes of one column, which need not call the model as a whole."""
+    cache = windlass.KVCache(model, budget=30, policy=windlass.policies.H2O())
+    with torch.no_grad():
+        logits = prefill(model, cache, ids.tolist())
+        for _ in range(12):
+            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], -1)
+            logits = prefill(model, cache, ids[:, -1:].tolist())
+    return ids[0].tolist()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("asked", "warned"), [("", 1), pytest.param("none", 0, marks=pytest.mark.slow)])
 def test_without_the_compiled_module_plain_pytorch_runs_and_says_so_once(
@@ -62,7 +73,9 @@ def test_without_the_compiled_module_plain_pytorch_runs_and_says_so_once(
     done = subprocess.run(
         command, env={**os.environ, "WINDLASS_CPU": asked}, capture_output=True, text=True, check=False
     )
-    assert done.stdout.strip() == f"True {continued(attached_model('llama'), text(45))}", done.stderr
+    model, ids = attached_model("llama"), text(45)
+    expected = continued(model, ids)
+    assert done.stdout == f"True {expected} {expected} {stepped(model, ids)}\n", done.stderr
     assert done.stderr.count("without its compiled kernels") == warned
     assert done.stderr.count("compiler") == 2 * warned
 

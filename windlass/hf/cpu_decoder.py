@@ -270,7 +270,7 @@ class WholeDecoder:
     def _watched_callers(self, model: nn.Module, replaced: AttributePatch) -> Watch | None:
         kind, decoder = type(model), self.decoder
         is_own = any(has_code_of(model, each) for each in HEADED) and kind.__call__ is nn.Module.__call__
-        is_own = is_own and replaced.is_there and self._whole.replaced.is_there
+        is_own = is_own and kernels.can_watch() and replaced.is_there and self._whole.replaced.is_there
         is_own = is_own and model._modules.get("model") is decoder
         is_own = is_own and not any(getattr(torch_modules, name) for name in GLOBAL_HOOKS)
         parts = model, decoder

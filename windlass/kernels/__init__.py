@@ -220,8 +220,13 @@ def decoder_steps(
     return DecoderSteps(layers, hidden, is_kept, keeps_keys)
 
 
+def can_watch() -> bool:
+    """Return True if the compiled module, and with it `watch`, is there."""
+    return cpu.native is not None
+
+
 def watch() -> "Watch":
-    """A compiled look at objects of Python that are to stay as they are."""
+    """A compiled look at objects of Python that are to stay as they are. See `can_watch`."""
     from windlass.kernels.cpu.decode import Watch  # late, as above
 
     return Watch()
