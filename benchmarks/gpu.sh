@@ -19,7 +19,7 @@ export PYTHONPATH="$here:$here/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 import importlib.util
 import sys
 
-needed = ("torch", "transformers", "triton", "safetensors", "numpy", "jaxtyping", "typer", "rich")
+needed = ("torch", "transformers", "triton", "safetensors", "numpy", "jaxtyping", "typer", "rich", "pydantic")
 missing = [name for name in needed if importlib.util.find_spec(name) is None]
 if missing:
     sys.exit(f"gpu.sh: {sys.executable} lacks {', '.join(missing)}; set PYTHON to one that has them")

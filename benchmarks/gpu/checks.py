@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from machine import machine
 
+import windlass
 from gpu.part import Part
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def measure(part: Part) -> None:
         "copy_gb_per_s": 2 * source.nbytes / timed["copy"]["median_s"] / 1e9,
         "read_gb_per_s": source.nbytes / timed["read"]["median_s"] / 1e9,
     }
-    versions = {"triton": _version("triton"), "windlass": _version("windlass")}
+    versions = {"triton": _version("triton"), "windlass": windlass.__version__}
     part.write("machine", **machine(torch.get_num_threads()), **versions, **about, **rates, timed=timed)
     print("; ".join(f"{name} {rate:,.0f} GB/s" for name, rate in rates.items()), flush=True)
 

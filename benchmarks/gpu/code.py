@@ -41,14 +41,16 @@ from windlass.core.inputs import (
 )
 from windlass.core.parse import PAGE
 from windlass.positions.modes import position_mode
+from windlass.stores.formats import store_of
 
 TARGET = GPUTarget("cuda", 90, 32)
 SLOTS, KV_HEADS, GROUP = 4096, 8, 4
 TOKENS = {"decode": 1, "prefill": 512}
 STORES = {"plain": 16, "int8": 8, "int4": 4}
+INT4 = store_of("int4")
 KERNELS = {
     "attend": ("attend_kernel", "join_kernel", "mass_kernel", "sums_kernel", "cosines_kernel"),
-    "slots": ("_first_free", "_argsort_positions", "_evict", "_write", "_encode"),
+    "slots": ("_first_free", "_argsort_positions", "_evict", "_write", "_encode", "_encode_groups"),
     "recall": ("_read", "_write", "_allow"),
 }
 MODULES = {name: importlib.import_module(f"windlass.kernels.triton.{name}") for name in KERNELS}
@@ -111,7 +113,7 @@ def attended() -> Iterator[tuple[str, Callable[[], object]]]:
         call = AttentionInput(
             queries=torch.zeros(1, tokens, KV_HEADS * GROUP, head_dim, dtype=torch.bfloat16).transpose(1, 2),
             keys=held(head_dim, bits, torch.zeros(KV_HEADS, head_dim)),
-            values=held(head_dim, bits, None),
+            values=held(head_dim, bits, None, INT4.value_group),
             slot_positions=positions(),
             query_positions=where,
             rotary_index=position_mode(mode).rotary_index(positions(), where),
@@ -178,12 +180,13 @@ def positions() -> Tensor:
     return torch.arange(SLOTS, dtype=torch.int32).repeat(1, KV_HEADS, 1)
 
 
-def held(width: int, bits: int, means: Tensor | None) -> PackedStates:
+def held(width: int, bits: int, means: Tensor | None, group: int = INT4.key_group) -> PackedStates:
     if bits == 16:
         return PackedStates(torch.zeros(1, KV_HEADS, SLOTS, width, dtype=torch.bfloat16))
-    kind, dtype = (Format.INT8, torch.int8) if bits == 8 else (Format.INT4, torch.uint8)
+    kind, dtype, group = (Format.INT8, torch.int8, 0) if bits == 8 else (Format.INT4, torch.uint8, group)
     data = torch.zeros(1, KV_HEADS, SLOTS, width * bits // 8, dtype=dtype)
-    return PackedStates(data, kind, torch.zeros(1, KV_HEADS, SLOTS, 1, dtype=torch.float16), means)
+    scales = torch.zeros(1, KV_HEADS, SLOTS, 2 * -(-width // group) if group else 1, dtype=torch.float16)
+    return PackedStates(data, kind, scales, means, group=group)
 
 
 def resources(made: Any) -> dict[str, int]:

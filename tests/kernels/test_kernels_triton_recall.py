@@ -178,7 +178,7 @@ def test_a_model_recalls_the_same_through_triton(
         caches.append(cache)
     assert not read[1].equal(read[0])  # another order of sums, so it did run
     assert (read[1] - read[0]).norm() <= 1e-5 * read[0].norm()
-    ours, theirs = (cache.layers[0].table.recall for cache in caches)
+    theirs, ours = (cache.layers[0].table.recall for cache in caches)
     assert ours is not None
     assert theirs is not None
     assert ours.device.type == on

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from importlib.metadata import version
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, get_args, get_origin
@@ -16,6 +15,7 @@ import typer
 from typer import Argument, BadParameter, Context, Option
 from typer.core import TyperCommand, TyperGroup
 
+from windlass import __version__
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.fields import Option as DeclaredOption
@@ -215,7 +215,7 @@ WHICH = "A model's folder, its GGUF file, or its name on the hub."
 
 def _show_version(is_asked: bool) -> bool:
     if is_asked:
-        typer.echo(f"windlass {version('windlass')}")
+        typer.echo(f"windlass {__version__}")
         raise typer.Exit
     return is_asked
 

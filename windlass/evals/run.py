@@ -19,6 +19,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from windlass import __version__
 from windlass.core.errors import UsageError
 from windlass.core.parse import in_units
 from windlass.core.step import PROMPT
@@ -337,7 +338,7 @@ def bytes_full(shapes: Sequence[LayerShape], tokens: int) -> int:
 def header_of(name: str, seed: int, model: PreTrainedModel) -> Header:
     """The header of a run with this model, which was asked for by `name`."""
     return Header(
-        windlass=version("windlass"),
+        windlass=__version__,
         torch=version("torch"),
         transformers=version("transformers"),
         model=labelled(shown_name(name), model),

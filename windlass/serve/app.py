@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from importlib.metadata import version
 from typing import Annotated, Any, Final, TypeVar
 
 from anyio import CapacityLimiter, to_thread
@@ -17,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from windlass import __version__
 from windlass.engine.prefix_entry import EntrySelector
 from windlass.engine.request import Grammar, owner_of, tenant_of
 from windlass.engine.scheduler import Service
@@ -471,7 +471,7 @@ def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
     app = FastAPI(
         title="Windlass",
         summary="A fixed-size KV cache for Hugging Face decoders, over OpenAI's API.",
-        version=version("windlass"),
+        version=__version__,
         redoc_url=None,
         redirect_slashes=False,
         responses={

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+from windlass import __version__
 from windlass.core.parse import in_units
 from windlass.evals.report.page import padded
 from windlass.evals.speed.rows import AXES, BenchRow, BenchSetup
@@ -44,7 +45,7 @@ class Conditions:
     @property
     def versions(self) -> dict[str, str]:
         """Versions of the libraries that decide about speed."""
-        return {name: version(name) for name in ("windlass", "torch", "transformers")}
+        return {"windlass": __version__} | {name: version(name) for name in ("torch", "transformers")}
 
 
 def table(rows: Sequence[BenchRow], conditions: Conditions) -> str:
