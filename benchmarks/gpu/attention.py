@@ -74,7 +74,8 @@ class Layers:
         self._rotary_index = Original().rotary_index(self._positions, self._at)
         pairs = shape.head_dim // 2
         angles = torch.arange(slots, device=device)[:, None] / 10000 ** (torch.arange(pairs, device=device) / pairs)
-        self._tables = angles.cos(), angles.sin()
+        dtype = kernels.table_dtype(self._queries)
+        self._tables = angles.cos().to(dtype), angles.sin().to(dtype)
         self._held: dict[str, list[tuple[PackedStates, PackedStates]]] = {name: [] for name in STORES}
         index = self._positions.long()
         for _ in range(count):

@@ -1,7 +1,8 @@
 """Compile the Triton kernels for an H200: registers, spills and shared memory. Needs no GPU.
 
 Compiles each kernel as `windlass.kernels` would launch it, for bfloat16 queries, and prints one JSON line each.
-A kernel that spills, or takes more than the 227 KiB of shared memory there are, is a fault.
+A kernel that takes more than the 227 KiB of shared memory there are, or reads a uniform register before one is set (a
+fault of ptxas 12.8 that gave wrong products on an H200), is a fault. So is one that spills much.
 
     python -m gpu.code            # all variants, minutes
     python -m gpu.code "decode 128 plain original" "prefill 64 int8 original mass" evict
@@ -41,13 +42,13 @@ from windlass.core.inputs import (
 )
 from windlass.core.parse import PAGE
 from windlass.positions.modes import position_mode
-from windlass.stores.formats import store_of
+from windlass.stores.formats import Int4
 
 TARGET = GPUTarget("cuda", 90, 32)
 SLOTS, KV_HEADS, GROUP = 4096, 8, 4
 TOKENS = {"decode": 1, "prefill": 512}
 STORES = {"plain": 16, "int8": 8, "int4": 4}
-INT4 = store_of("int4")
+
 KERNELS = {
     "attend": ("attend_kernel", "join_kernel", "mass_kernel", "sums_kernel", "cosines_kernel"),
     "slots": ("_first_free", "_argsort_positions", "_evict", "_write", "_encode", "_encode_groups"),
@@ -113,7 +114,7 @@ def attended() -> Iterator[tuple[str, Callable[[], object]]]:
         call = AttentionInput(
             queries=torch.zeros(1, tokens, KV_HEADS * GROUP, head_dim, dtype=torch.bfloat16).transpose(1, 2),
             keys=held(head_dim, bits, torch.zeros(KV_HEADS, head_dim)),
-            values=held(head_dim, bits, None, INT4.value_group),
+            values=held(head_dim, bits, None, Int4.value_group),
             slot_positions=positions(),
             query_positions=where,
             rotary_index=position_mode(mode).rotary_index(positions(), where),
@@ -124,6 +125,9 @@ def attended() -> Iterator[tuple[str, Callable[[], object]]]:
             is_rest_wanted=bool(mass) and tokens > 1,
         )
         yield " ".join((step, str(head_dim), store, mode, mass)).strip(), partial(MODULES["attend"].attend, call)
+        if step == "prefill" and store == "plain" and mode == "original":
+            narrow = replace(call, rotary_index=None, tables=None, values=held(32, bits, None))
+            yield f"{step} {head_dim} narrow {mass}".strip(), partial(MODULES["attend"].attend, narrow)
 
 
 def of_slots() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -180,7 +184,7 @@ def positions() -> Tensor:
     return torch.arange(SLOTS, dtype=torch.int32).repeat(1, KV_HEADS, 1)
 
 
-def held(width: int, bits: int, means: Tensor | None, group: int = INT4.key_group) -> PackedStates:
+def held(width: int, bits: int, means: Tensor | None, group: int = Int4.key_group) -> PackedStates:
     if bits == 16:
         return PackedStates(torch.zeros(1, KV_HEADS, SLOTS, width, dtype=torch.bfloat16))
     kind, dtype, group = (Format.INT8, torch.int8, 0) if bits == 8 else (Format.INT4, torch.uint8, group)
@@ -189,19 +193,35 @@ def held(width: int, bits: int, means: Tensor | None, group: int = INT4.key_grou
     return PackedStates(data, kind, scales, means, group=group)
 
 
+def unset_registers(assembly: str) -> int:
+    """The number of uniform registers that are read before an instruction above has set them. Loops only come back."""
+    unset, was_set = set[int](), set[int]()
+    for line in re.findall(r"/\*[0-9a-f]{4,}\*/\s+(.*?) ;", assembly):
+        name, _, operands = re.sub(r"^@\S+\s+", "", line).partition(" ")
+        first, _, rest = operands.partition(",")
+        sets = re.fullmatch(r"\s*UR(\d+)", first) if name.startswith(("U", "R2UR", "S2UR", "CS2UR")) else None
+        read = {int(number) for number in re.findall(r"\bUR(\d+)", rest if sets else operands)}
+        if "HGMMA" not in name:  # names the first of several
+            unset |= read - was_set
+        if sets:
+            wide = 4 if ".128" in name else 2 if ".64" in name or "WIDE" in name else 1
+            was_set |= set(range(int(sets[1]), int(sets[1]) + wide))
+    return len(unset)
+
+
 def resources(made: Any) -> dict[str, int]:
     """The resources of a compiled kernel, per thread and per program."""
-    ptxas = triton.knobs.nvidia.ptxas.path
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
+        source, made_of_it = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         source.write_text(made.asm["ptx"])
-        told = subprocess.run(
-            [ptxas, "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))],
-            capture_output=True, text=True, check=True,
-        ).stderr  # fmt: skip
+        compiling = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(made_of_it)]
+        told = subprocess.run(compiling, capture_output=True, text=True, check=True).stderr
+        reading = [triton.knobs.nvidia.nvdisasm.path, "-c", str(made_of_it)]
+        assembly = subprocess.run(reading, capture_output=True, text=True, check=True).stdout
     numbers = {"registers": r"Used (\d+) registers", "spill_bytes": r"(\d+) bytes spill stores"}
     found = {name: int(re.findall(pattern, told)[0]) for name, pattern in numbers.items()}
     fetched = len(re.findall(r"cp\.async\.c[ag]", made.asm["ptx"]))
+    found |= {"unset_registers": unset_registers(assembly)}
     return {**found, "shared_bytes": made.metadata.shared, "async_copies": fetched, "warps": made.metadata.num_warps}
 
 

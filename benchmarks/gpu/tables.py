@@ -15,26 +15,12 @@ from gpu.bars import BARS, STATIC, Line, against, copy_rate, of_kind
 from windlass.evals.report.page import table
 
 COMMAND = "benchmarks/gpu.sh OUT"
-MISSING = f"""This page has no figures of a GPU: none was ever measured. The kernels' results are tested in Triton's
-interpreter. Their speed is not known. On a CUDA machine with PyTorch, Triton and transformers, this measures
-all of it in under ten minutes, without the internet, and puts it here:
-
-```sh
-{COMMAND}
-```
-
-`OUT/gpu.md` has the tables.
-
-The bars:"""
 
 
 def section(lines: Sequence[Line]) -> str:
-    """Markdown of the last run. Without a run, the questions and how to measure them."""
-    starts = [index for index, line in enumerate(lines) if line["kind"] == "run"]
-    run = lines[starts[-1] :] if starts else []
+    """Markdown of the last run."""
+    run = lines[max(index for index, line in enumerate(lines) if line["kind"] == "run") :]
     bars = table(["bar", "asked", "worst, and where", "places", "met"], [bar.cells(run) for bar in BARS])
-    if not run:
-        return f"## On a GPU\n\n{MISSING}\n\n{table(['bar', 'asked'], [bar.cells([])[:2] for bar in BARS])}\n"
     parts = [_about(run), bars, _attention(run), _decode(run), _settings(run), _peers(run), _recall(run)]
     parts += [_memory(run), _lacking(run)]
     return "## On a GPU\n\n" + "\n\n".join(part for part in parts if part) + "\n"

@@ -185,19 +185,26 @@ def test_a_type_that_no_kernel_knows_is_refused() -> None:
 
 
 def test_parts_of_the_slots_fill_the_multiprocessors_but_once() -> None:
-    decode, device = tiles.attend_plan(4, 128, 2, 16), torch.device("cpu")
-    for programs, slots in ((8, 4096), (128, 65536), (3, 70), (10**6, 9)):
+    device = torch.device("cpu")
+    for programs, slots in ((8, 4096), (128, 65536), (3, 70), (10**6, 9), (8, 1024)):
+        load = programs * slots // tiles.DEFAULT_MULTIPROCESSORS
+        decode = tiles.attend_plan(4, 128, 2, 16, load)
         count, each = tiles.splits(programs, slots, decode, device)
         assert (count - 1) * each < slots <= count * each
         assert each % decode.block == 0
         assert count == 1 or programs * count <= decode.programs * tiles.DEFAULT_MULTIPROCESSORS
-    assert tiles.splits(128, 4608, tiles.attend_plan(2048, 128, 2, 16), device)[0] == 1
+    assert tiles.splits(128, 4608, tiles.attend_plan(2048, 128, 2, 16, 4468), device)[0] == 1
+    few = tiles.attend_plan(4, 64, 2, 16, 62)
+    assert tiles.splits(8, 1024, few, device) == (16, few.block)  # all multiprocessors have work
+    many = tiles.attend_plan(4, 64, 2, 16, 248)
+    assert tiles.splits(8, 4096, many, device) == (64, 2 * many.block)  # no split of one block
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they are run")
-def test_kernels_compile_for_a_gpu_without_spills(tmp_path: Path) -> None:
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     names = "decode 128 plain original mass", "prefill 64 int4 self_extend(8, 512)", "mean_key_cosine 128 int4", "evict"
+    names = *names, "prefill 128 narrow"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "benchmarks"}
     root = Path(__file__).parents[2]
     told = subprocess.run(
@@ -213,9 +220,11 @@ def test_kernels_compile_for_a_gpu_without_spills(tmp_path: Path) -> None:
         ["attend_kernel", "join_kernel", "mass_kernel", "attend_kernel"],
         ["sums_kernel", "cosines_kernel"],
     )
-    assert [row["kernel"] for row in made] == [*attending, *reading, "_evict"]
+    assert [row["kernel"] for row in made] == [*attending, "attend_kernel", *reading, "_evict"]
     for row in made:
-        assert row["spill_bytes"] == 0, row
+        assert row["unset_registers"] == 0, row
+        # Decode with heads of 128 channels spills 64 bytes, and was the fastest of its plans on an H200.
+        assert row["spill_bytes"] <= (64 if row["variant"].startswith("decode 128") else 0), row
         assert row["shared_bytes"] <= 227 * 1024, row
 
 

@@ -63,7 +63,7 @@ def mass_kernel(
     PAIRS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
-    BITS: tl.constexpr,
+    CODES: tl.constexpr,
     NUMBER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -79,7 +79,7 @@ def mass_kernel(
     if logits_buf is None:
         m_held = m_slots & (positions >= 0)
         k = load_keys(
-            keys, logit_args, index, i_batch, i_head, o_slots, m_held, slots, WIDTH, PAIRS, HALF, REST, BITS, NUMBER
+            keys, logit_args, index, i_batch, i_head, o_slots, m_held, slots, WIDTH, PAIRS, HALF, REST, CODES, NUMBER
         )
 
     # A row is a column of queries and one of its heads. Heads are padded to a power of two.
@@ -164,6 +164,7 @@ def column_mass(
     return tl.sum(tl.reshape(mass, (COLUMNS, PADDED, BLOCK)), 1)
 
 
+JOINED: Final = 8192  # numbers of splits that a program joins at once
 MIN_TILE: Final = 16  # channels or rows that a tensor core takes at once
 
 
@@ -190,7 +191,8 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     kv_heads, slots = keys.data.shape[1:3]
     group = heads // kv_heads
     rows = tokens * group
-    at = tiles.attend_plan(rows, max(keys.channels, values.channels), queries.itemsize, keys.bits)
+    load = batch * kv_heads * slots // tiles.multiprocessors(queries.device)
+    at = tiles.attend_plan(rows, max(keys.channels, values.channels), queries.itemsize, keys.bits, load)
     row_blocks = -(-rows // at.rows)
     programs = batch * kv_heads * row_blocks
     splits, each = tiles.splits(programs, slots, at, queries.device)
@@ -204,7 +206,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         "PAIRS": pairs,
         "HALF": _padded(pairs),
         "REST": _padded(keys.channels - 2 * pairs),
-        "BITS": keys.bits,
+        "CODES": (keys.bits, keys.group),
         # The interpreter knows no bfloat16: it multiplies the bits as whole numbers, and truncates instead of rounding.
         "NUMBER": tl.float32 if triton.knobs.runtime.interpret else FLOATS[queries.dtype],
     }
@@ -222,20 +224,21 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     if splits > 1:
         partials = scratch(batch, kv_heads, splits, rows, values.channels)
         partial_softmax = scratch(batch, kv_heads, splits, rows, 2)
-    width = _padded(values.channels)
+    # Values narrower than this beside wider keys: ptxas 12.8 multiplies by blocks of slots that it never set.
+    width = max(_padded(values.channels), min(64, _padded(keys.channels)) if at.rows > MIN_TILE else 0)
     with torch.cuda.device_of(queries):
         attend_kernel[(programs * splits,)](
             inputs.queries, inputs.keys, logit_args, packed_tensors(values), call.sink_logits, out, lse, partials,
             partial_softmax, logits_buf, batch, kv_heads, tokens, slots, splits, each, **channels,
-            VALUE_FIRST=values.first, VALUE_WIDTH=values.channels, VALUES=width, VALUE_BITS=values.bits, ROWS=at.rows,
-            BLOCK=at.block,
+            VALUE_FIRST=values.first, VALUE_WIDTH=values.channels, VALUES=width,
+            VALUE_CODES=(values.bits, values.group), ROWS=at.rows, BLOCK=at.block,
             SKIPS=tokens > 1 and splits == 1 and logits_buf is None, num_warps=at.warps, num_stages=at.stages,
         )  # fmt: skip
         if splits > 1:
             join_kernel[(batch * kv_heads * rows,)](
                 partials, partial_softmax, call.sink_logits, out, lse, kv_heads, tokens, splits, GROUP=group,
                 VALUE_WIDTH=values.channels, VALUES=width, SPLITS=triton.next_power_of_2(splits),
-                SOME=min(16, triton.next_power_of_2(splits)),
+                SOME=max(1, min(JOINED // width, triton.next_power_of_2(splits))),
             )  # fmt: skip
         mass = None
         if observed is not None and lse is not None:
@@ -299,12 +302,12 @@ def attend_kernel(
     PAIRS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
-    BITS: tl.constexpr,
+    CODES: tl.constexpr,
     NUMBER: tl.constexpr,
     VALUE_FIRST: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     VALUES: tl.constexpr,
-    VALUE_BITS: tl.constexpr,
+    VALUE_CODES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     SKIPS: tl.constexpr,
@@ -341,7 +344,20 @@ def attend_kernel(
             is_read = tl.max(m_seen.to(tl.int32), 0) > 0
         if is_read:
             k = load_keys(
-                keys, logit_args, index, i_batch, i_head, o_slots, m_seen, slots, WIDTH, PAIRS, HALF, REST, BITS, NUMBER
+                keys,
+                logit_args,
+                index,
+                i_batch,
+                i_head,
+                o_slots,
+                m_seen,
+                slots,
+                WIDTH,
+                PAIRS,
+                HALF,
+                REST,
+                CODES,
+                NUMBER,
             )
             logits = compute_logits(
                 q, k, logit_args, i_batch, i_head, q_positions, positions, o_slots, m_seen, PAIRS, REST, ROWS, BLOCK
@@ -353,11 +369,8 @@ def attend_kernel(
             base = tl.where(highest == float("-inf"), 0.0, highest)
             weights = tl.exp(logits - base[:, None])
             shrink = tl.exp(top - base)
-            o_channels = tl.arange(0, VALUES)
-            m_channels = o_channels < VALUE_WIDTH
-            o_held = VALUE_FIRST + o_channels
             held: tl.constexpr = VALUE_FIRST + VALUE_WIDTH
-            v = load_states(values, index, i_head, o_slots, m_seen, o_held, m_channels, slots, held, VALUE_BITS)
+            v = load_states(values, index, i_head, o_slots, m_seen, slots, VALUE_FIRST, held, VALUES, held, VALUE_CODES)
             total = total * shrink + tl.sum(weights, 1)
             sums = product(weights.to(NUMBER), v.to(NUMBER), sums * shrink[:, None])
             top = highest
@@ -439,7 +452,11 @@ def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
     out = torch.empty(batch, kv_heads, slots, dtype=torch.float32, device=positions.device)
     partials = torch.empty(batch, kv_heads, splits, keys.channels, dtype=torch.float32, device=positions.device)
     tensors, grid = packed_tensors(keys), (batch * kv_heads * splits,)
-    sizes = {"WIDTH": keys.channels, "CHANNELS": triton.next_power_of_2(keys.channels), "BITS": keys.bits}
+    sizes = {
+        "WIDTH": keys.channels,
+        "CHANNELS": triton.next_power_of_2(keys.channels),
+        "CODES": (keys.bits, keys.group),
+    }
     with torch.cuda.device_of(positions):
         sums_kernel[grid](
             tensors, as_plane(positions), partials, out, kv_heads, slots, splits, each, **sizes, BLOCK=at.block,
@@ -465,7 +482,7 @@ def sums_kernel(
     each,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
-    BITS: tl.constexpr,
+    CODES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The sum of the directions of one split of the slots. A key times its scale is its direction."""
@@ -480,7 +497,7 @@ def sums_kernel(
         o_slots = start + tl.arange(0, BLOCK)
         m_slots = o_slots < last
         m_held = tl.load(at_head(positions, i_batch, i_head) + o_slots, mask=m_slots, other=-1) >= 0
-        k = load_states(keys, index, i_head, o_slots, m_held, o_channels, m_channels, slots, WIDTH, BITS).to(tl.float32)
+        k = load_states(keys, index, i_head, o_slots, m_held, slots, 0, WIDTH, CHANNELS, WIDTH, CODES).to(tl.float32)
         norms = tl.maximum(tl.sqrt(tl.sum(k * k, 1)), MIN_NORM)
         b_scales = tl.where(m_held, 1 / norms, 0.0)
         tl.store(scales + index * slots + o_slots, b_scales, mask=m_slots)
@@ -500,7 +517,7 @@ def cosines_kernel(
     each,
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
-    BITS: tl.constexpr,
+    CODES: tl.constexpr,
     BLOCK: tl.constexpr,
     SOME: tl.constexpr,
 ):
@@ -523,5 +540,5 @@ def cosines_kernel(
         m_slots = o_slots < last
         scales = tl.load(out + index * slots + o_slots, mask=m_slots, other=0)
         m_held = scales != 0
-        k = load_states(keys, index, i_head, o_slots, m_held, o_channels, m_channels, slots, WIDTH, BITS).to(tl.float32)
+        k = load_states(keys, index, i_head, o_slots, m_held, slots, 0, WIDTH, CHANNELS, WIDTH, CODES).to(tl.float32)
         tl.store(out + index * slots + o_slots, tl.sum(k * anchor[None, :], 1) * scales, mask=m_slots)

@@ -19,6 +19,10 @@ from torch import Tensor
 from windlass.core.inputs import AttentionInput, Format, PackedStates
 from windlass.core.positions import RotaryBranch
 
+BESIDE = tl.constexpr(float(2**23))
+FLOAT_BESIDE = tl.constexpr(0x4B000000)  # its bits
+WORD_128 = tl.constexpr(-0x7F7F7F80)  # 128 in each of the four bytes of an int32
+
 
 @triton.jit
 @no_type_check
@@ -61,27 +65,32 @@ def seen_by_any(o_positions, positions, logit_args):
 @triton.jit
 @no_type_check
 def load_states(
-    states, index, i_head, o_slots, m_slots, o_channels, m_channels, slots, WIDTH: tl.constexpr, BITS: tl.constexpr
+    states,
+    index,
+    i_head,
+    o_slots,
+    m_slots,
+    slots,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CODES: tl.constexpr,
 ):
-    """Load some channels of some slots, INT8 and INT4 as float32. Masked ones are 0, plus the mean if there is one."""
+    """Load the channels FIRST to LAST of some slots, padded, INT8 and INT4 as float32.
+
+    Masked ones are 0, plus the mean if there is one.
+    """
+    o_channels = FIRST + tl.arange(0, PADDED)
+    m_channels = o_channels < LAST
     mask = m_slots[:, None] & m_channels[None, :]
     at_slots = index * slots + o_slots
-    if BITS == 4:
-        half: tl.constexpr = WIDTH // 2
-        byte = tl.load(states.data + at_slots[:, None] * half + (o_channels % half)[None, :], mask=mask, other=0x88)
-        shift = tl.where(o_channels < half, 0, 4)[None, :]
-        numbers = ((byte.to(tl.int32) >> shift) & 15).to(tl.float32) - 8.0
-    else:
-        numbers = tl.load(states.data + at_slots[:, None] * WIDTH + o_channels[None, :], mask=mask, other=0)
-    if BITS <= 8:
-        if states.group is not None:
-            pairs = 2 * ((WIDTH + states.group - 1) // states.group)
-            at_pairs = states.scales + at_slots[:, None] * pairs + 2 * (o_channels // states.group)[None, :]
-            offsets = tl.load(at_pairs + 1, mask=mask, other=0).to(tl.float32)
-            numbers = numbers * tl.load(at_pairs, mask=mask, other=0).to(tl.float32) + offsets
+    if CODES[0] <= 8:
+        numbers = load_codes(states, at_slots, m_slots, FIRST, LAST, PADDED, WIDTH, CODES)
+        if CODES[1] > 0:
+            numbers = scaled_groups(states, numbers, at_slots, m_slots, FIRST, LAST, PADDED, WIDTH, CODES)
         else:
-            scales = tl.load(states.scales + at_slots, mask=m_slots, other=0).to(tl.float32)
-            numbers = numbers.to(tl.float32) * scales[:, None]
+            numbers = numbers * tl.load(states.scales + at_slots, mask=m_slots, other=0).to(tl.float32)[:, None]
         if states.means is not None:
             numbers += tl.load(states.means + i_head * WIDTH + o_channels, mask=m_channels, other=0)[None, :]
         if states.full_precision is not None:
@@ -89,6 +98,96 @@ def load_states(
             at = (index * states.ring_entries + entries)[:, None] * WIDTH + o_channels[None, :]
             copies = tl.load(states.full_precision + at, mask=mask & (entries >= 0)[:, None], other=0).to(tl.float32)
             numbers = tl.where((entries >= 0)[:, None], copies, numbers)
+    else:
+        numbers = tl.load(states.data + at_slots[:, None] * WIDTH + o_channels[None, :], mask=mask, other=0)
+    return numbers
+
+
+@triton.jit
+@no_type_check
+def load_codes(
+    states,
+    at_slots,
+    m_slots,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """The codes of some channels, float32. Whole words of them are loaded where channels begin and end with words."""
+    held: tl.constexpr = WIDTH * CODES[0] // 8  # bytes of a slot
+    first: tl.constexpr = FIRST % held
+    is_whole: tl.constexpr = first % 4 == 0 and LAST % 4 == 0 and held % 4 == 0 and PADDED >= 8
+    is_both: tl.constexpr = CODES[0] == 4 and FIRST == 0 and LAST == PADDED and LAST == WIDTH  # halves
+    if is_whole and (CODES[0] == 8 or is_both or first + LAST - FIRST <= held):
+        count: tl.constexpr = PADDED // 8 if is_both else PADDED // 4
+        o_words = tl.arange(0, count)
+        m_words = m_slots[:, None] & (o_words < (count if is_both else (LAST - FIRST) // 4))[None, :]
+        at = at_slots[:, None] * (held // 4) + (first // 4 + o_words)[None, :]
+        words = tl.load(states.data.to(tl.pointer_type(tl.int32)) + at, mask=m_words, other=0)
+        if CODES[0] == 8:
+            numbers = words_to_floats(words ^ WORD_128, 255, 128, PADDED)
+        elif is_both:
+            halves = tl.join(words_to_floats(words, 15, 8, held), words_to_floats(words >> 4, 15, 8, held))
+            numbers = tl.reshape(tl.permute(halves, (0, 2, 1)), (words.shape[0], PADDED))
+        else:
+            numbers = words_to_floats(words >> (0 if held > FIRST else 4), 15, 8, PADDED)
+    else:
+        o_channels = FIRST + tl.arange(0, PADDED)
+        mask = m_slots[:, None] & (o_channels < LAST)[None, :]
+        codes = tl.load(states.data + at_slots[:, None] * held + (o_channels % held)[None, :], mask=mask, other=0)
+        if CODES[0] == 4:
+            codes = ((codes.to(tl.int32) >> tl.where(o_channels < held, 0, 4)[None, :]) & 15) - 8
+        numbers = codes.to(tl.float32)
+    return numbers
+
+
+@triton.jit
+@no_type_check
+def words_to_floats(words, MASK: tl.constexpr, ZERO: tl.constexpr, PADDED: tl.constexpr):
+    """The code in each byte of some words, less ZERO, as (slots, codes) float32.
+
+    A whole number below 2^23 is the fraction of a float32 beside it: an addition replaces the slow conversion.
+    """
+    even = tl.join((words & MASK) | FLOAT_BESIDE, ((words >> 16) & MASK) | FLOAT_BESIDE)
+    odd = tl.join(((words >> 8) & MASK) | FLOAT_BESIDE, ((words >> 24) & MASK) | FLOAT_BESIDE)
+    codes = tl.reshape(tl.join(even, odd), (words.shape[0], PADDED))
+    return codes.to(tl.float32, bitcast=True) - (BESIDE + ZERO)
+
+
+@triton.jit
+@no_type_check
+def scaled_groups(
+    states,
+    numbers,
+    at_slots,
+    m_slots,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
+    PADDED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Codes times the scale of their group, plus its offset. One word holds both."""
+    group: tl.constexpr = CODES[1]
+    pairs: tl.constexpr = (WIDTH + group - 1) // group
+    words = states.scales.to(tl.pointer_type(tl.int32)) + at_slots[:, None] * pairs
+    if FIRST % group == 0 and PADDED % group == 0:
+        count: tl.constexpr = PADDED // group
+        o_groups = FIRST // group + tl.arange(0, count)
+        mask = m_slots[:, None] & (o_groups * group < LAST)[None, :]
+        word = tl.load(words + o_groups[None, :], mask=mask, other=0)
+        word = tl.reshape(tl.broadcast_to(word[:, :, None], (numbers.shape[0], count, group)), numbers.shape)
+    else:
+        o_channels = FIRST + tl.arange(0, PADDED)
+        mask = m_slots[:, None] & (o_channels < LAST)[None, :]
+        word = tl.load(words + (o_channels // group)[None, :], mask=mask, other=0)
+    scale = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    offset = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    numbers = numbers * scale + offset
+    if PADDED > LAST - FIRST:  # in a group's last word
+        numbers = tl.where((FIRST + tl.arange(0, PADDED) < LAST)[None, :], numbers, 0.0)
     return numbers
 
 
@@ -128,19 +227,18 @@ def load_keys(
     PAIRS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
-    BITS: tl.constexpr,
+    CODES: tl.constexpr,
     NUMBER: tl.constexpr,
 ):
     """The keys of some slots as five tiles of (slots, channels)."""
     if REST > 0:
-        o_rest = 2 * PAIRS + tl.arange(0, REST)
-        rest = load_states(keys, index, i_head, o_slots, m_slots, o_rest, o_rest < WIDTH, slots, WIDTH, BITS).to(NUMBER)
+        rest = load_states(keys, index, i_head, o_slots, m_slots, slots, 2 * PAIRS, WIDTH, REST, WIDTH, CODES).to(
+            NUMBER
+        )
         near_first, near_second, far_first, far_second = rest, rest, rest, rest
     if PAIRS > 0:
-        o_pairs = tl.arange(0, HALF)
-        m_pairs = o_pairs < PAIRS
-        first = load_states(keys, index, i_head, o_slots, m_slots, o_pairs, m_pairs, slots, WIDTH, BITS).to(tl.float32)
-        second = load_states(keys, index, i_head, o_slots, m_slots, PAIRS + o_pairs, m_pairs, slots, WIDTH, BITS).to(
+        first = load_states(keys, index, i_head, o_slots, m_slots, slots, 0, PAIRS, HALF, WIDTH, CODES).to(tl.float32)
+        second = load_states(keys, index, i_head, o_slots, m_slots, slots, PAIRS, 2 * PAIRS, HALF, WIDTH, CODES).to(
             tl.float32
         )
         # Asked of all slots: a mask that waits for slot positions would put rows of the table one load further off.
@@ -291,7 +389,6 @@ class PackedTensors(NamedTuple):
     full_precision: Tensor | None
     ring_index: Tensor | None
     ring_entries: int
-    group: int | None  # channels that share a scale and an offset
 
 
 class LogitArgs(NamedTuple):
@@ -339,7 +436,7 @@ def packed_tensors(states: PackedStates) -> PackedTensors:
         for part in (states.scales, states.means, states.full_precision, states.ring_index)
     )
     entries = 0 if ring is None else ring.shape[2]
-    return PackedTensors(states.data.contiguous(), scales, means, ring, ring_index, entries, states.group or None)
+    return PackedTensors(states.data.contiguous(), scales, means, ring, ring_index, entries)
 
 
 def pack_logit_args(call: AttentionInput) -> LogitArgs:
@@ -371,6 +468,7 @@ def pack_logit_args(call: AttentionInput) -> LogitArgs:
     )
 
 
+FEW_SLOTS: Final = 128  # for a multiprocessor: with fewer, warps that share a block are faster than warps of their own
 DEFAULT_MULTIPROCESSORS = 132  # of an H200, used for unknown devices
 
 
@@ -385,18 +483,22 @@ class Plan:
     programs: int = 1  # programs that fit on a multiprocessor at once
 
 
-def attend_plan(rows: int, width: int, itemsize: int, bits: int) -> Plan:
-    """A plan for `rows` queries (heads of a group x tokens) of `width` channels, stored in `bits` each."""
+def attend_plan(rows: int, width: int, itemsize: int, bits: int, load: int) -> Plan:
+    """A plan for `rows` queries (heads of a group x tokens) of `width` channels, stored in `bits` each.
+
+    `load`: slots for each multiprocessor, those of all rows and heads counted.
+    """
     wide = width * itemsize
     if width > 256:  # latents, not tuned
         return Plan(16, 16, 8, 1) if itemsize == 4 else Plan(16 if rows <= 16 else 32, 32, 8, 2)
     if rows <= 32:
         # Bound by bytes: as many as possible are in flight. Keys and rows of the table wait for positions, so five
-        # stages hold two blocks of them. A block is as large as four programs can hold twice each. Codes become floats
-        # in registers, and two programs then take all registers.
+        # stages hold two blocks of them.
         padded = 16 if rows <= 16 else 32
         if wide > 512:
             return Plan(padded, 16, 8, 3)
+        if rows <= 16 and itemsize == 2 and wide <= 256 and load >= FEW_SLOTS:
+            return _stream_of_blocks(wide, bits)
         return Plan(padded, 64 if wide <= 128 else 32, 4, 5, 4 if bits == 16 and wide <= 256 else 2)
     if itemsize == 4:
         # No tensor core multiplies float32 as such, and its tiles take twice the room.
@@ -405,6 +507,15 @@ def attend_plan(rows: int, width: int, itemsize: int, bits: int) -> Plan:
         return Plan(32, 32, 4, 2, 2)
     # Bound by products: keys are rotated once per block of rows, so rows are as many as eight warps' registers hold.
     return Plan(128 if rows > 64 else 64, 64, 8, 2)
+
+
+def _stream_of_blocks(wide: int, bits: int) -> Plan:
+    """The fastest of the plans that an H200 was timed with. Programs of few warps seldom wait for each other."""
+    if bits < 16 and wide > 128:
+        return Plan(16, 32, 4, 5, 2)
+    if wide > 128:
+        return Plan(16, 64, 2, 3, 4)
+    return Plan(16, 32, 2, 5, 4) if bits == 4 else Plan(16, 32, 1, 5, 8)
 
 
 def mass_plan(rows: int, width: int, itemsize: int) -> Plan:
@@ -421,9 +532,11 @@ def stream_plan(width: int) -> Plan:
 def splits(programs: int, slots: int, at: Plan, device: torch.device) -> tuple[int, int]:
     """The number of splits in which slots are read, and the slots of each, where `programs` would read them all."""
     blocks = -(-slots // at.block)
-    # No more than run at once: a few that are left over would take as long as all before them.
-    wanted = max(1, at.programs * multiprocessors(device) // programs)
-    each = -(-blocks // min(wanted, blocks))
+    # No more than run at once: a few that are left over would take as long as all before them. And where all
+    # multiprocessors have work, no split of a single block: it takes nearly the time of two, and is joined later.
+    units = multiprocessors(device)
+    wanted = max(1, at.programs * units // programs)
+    each = -(-blocks // min(wanted, max(-(-blocks // 2), -(-units // programs))))
     return -(-blocks // each), each * at.block
 
 
