@@ -9,9 +9,8 @@ should not.
 import sys
 from importlib import import_module
 
+from windlass.core import __version__ as __version__
 from windlass.core.torchao_later import TorchaoLater
-
-__version__ = "0.1.0"
 
 # `__init__.pyi` has the same names, for type checkers.
 _MODULES = {

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -31,20 +32,18 @@ def measure(part: Part) -> None:
     source = torch.randn(part.sizes.copied_bytes // 4, device=part.device)
     target = torch.empty_like(source)
     timed = part.alternate({"copy": lambda: target.copy_(source), "read": source.sum})
-    rates = {
-        "copy_gb_per_s": 2 * source.nbytes / timed["copy"]["median_s"] / 1e9,
-        "read_gb_per_s": source.nbytes / timed["read"]["median_s"] / 1e9,
-    }
+    moved = {"copy": 2 * source.nbytes, "read": source.nbytes}
+    rates = {f"{name}_gb_per_s": size / timed[name]["median_s"] / 1e9 for name, size in moved.items()}
     versions = {"triton": version("triton"), "windlass": windlass.__version__}
     part.write("machine", **machine(torch.get_num_threads()), **versions, **about, **rates, timed=timed)
-    print("; ".join(f"{name} {rate:,.0f} GB/s" for name, rate in rates.items()), flush=True)
 
 
 def parity(part: Part) -> None:
     """The tests that need a GPU, counted as far as they came."""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if "pytest.mark.gpu" in path.read_text()]
-    # The options of pyproject.toml need packages for development.
+    # The options of pyproject.toml need packages for development. Most of the time goes to compiling kernels.
     options = ["-m", "gpu", "-v", "-p", "no:cacheprovider", "-o", "addopts=", "-o", "filterwarnings=default"]
+    options += ["-n", str(min(12, os.cpu_count() or 1))] if find_spec("xdist") else []
     # The first shows the output of a run that is cut, the second is for the tests' deterministic algorithms.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     command = [sys.executable, "-m", "pytest", *options, *map(str, files)]
@@ -58,6 +57,7 @@ def parity(part: Part) -> None:
     except subprocess.TimeoutExpired as error:
         said = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
         end = "cut: out of time"
+    said = re.sub(r"^\[gw\d+\].*?([A-Z]+) (\S+::.*)", r"\2 \1", said, flags=re.MULTILINE)  # as a single process says it
     outcomes = re.findall(rf"^\S+::.* ({'|'.join(OUTCOMES)})", said, re.MULTILINE)
     counts = {name.lower(): outcomes.count(name) for name in OUTCOMES}
     failed = re.findall(r"^(\S+::.*) (?:FAILED|ERROR)", said, re.MULTILINE)

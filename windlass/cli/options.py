@@ -15,8 +15,8 @@ import typer
 from typer import Argument, BadParameter, Context, Option
 from typer.core import TyperCommand, TyperGroup
 
-from windlass import __version__
 from windlass.cache.options import CacheOptions
+from windlass.core import __version__
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.fields import Option as DeclaredOption
 from windlass.core.fields import field_info

@@ -19,7 +19,7 @@ from rich.text import Text
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass import __version__
+from windlass.core import __version__
 from windlass.core.errors import UsageError
 from windlass.core.parse import in_units
 from windlass.core.step import PROMPT

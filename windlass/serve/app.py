@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from windlass import __version__
+from windlass.core import __version__
 from windlass.engine.prefix_entry import EntrySelector
 from windlass.engine.request import Grammar, owner_of, tenant_of
 from windlass.engine.scheduler import Service

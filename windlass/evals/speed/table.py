@@ -8,7 +8,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from windlass import __version__
+from windlass.core import __version__
 from windlass.core.parse import in_units
 from windlass.evals.report.page import padded
 from windlass.evals.speed.rows import AXES, BenchRow, BenchSetup
