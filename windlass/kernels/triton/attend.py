@@ -224,7 +224,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     if splits > 1:
         partials = scratch(batch, kv_heads, splits, rows, values.channels)
         partial_softmax = scratch(batch, kv_heads, splits, rows, 2)
-    # Values narrower than this beside wider keys: ptxas 12.8 multiplies by blocks of slots that it never set.
+    # Of values narrower than 64 channels and than the keys, ptxas 12.8 loses the addresses of all but 16 slots.
     width = max(_padded(values.channels), min(64, _padded(keys.channels)) if at.rows > MIN_TILE else 0)
     with torch.cuda.device_of(queries):
         attend_kernel[(programs * splits,)](

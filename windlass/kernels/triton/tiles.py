@@ -79,7 +79,8 @@ def load_states(
 ):
     """Load the channels FIRST to LAST of some slots, padded, INT8 and INT4 as float32.
 
-    Masked ones are 0, plus the mean if there is one.
+    Masked ones are 0, plus the mean if there is one. CODES: the bits of a number, and how many channels share a scale
+    and an offset (0: a slot has one scale).
     """
     o_channels = FIRST + tl.arange(0, PADDED)
     m_channels = o_channels < LAST
@@ -498,7 +499,7 @@ def attend_plan(rows: int, width: int, itemsize: int, bits: int, load: int) -> P
         if wide > 512:
             return Plan(padded, 16, 8, 3)
         if rows <= 16 and itemsize == 2 and wide <= 256 and load >= FEW_SLOTS:
-            return _stream_of_blocks(wide, bits)
+            return _decode_plan(wide, bits)
         return Plan(padded, 64 if wide <= 128 else 32, 4, 5, 4 if bits == 16 and wide <= 256 else 2)
     if itemsize == 4:
         # No tensor core multiplies float32 as such, and its tiles take twice the room.
@@ -509,7 +510,7 @@ def attend_plan(rows: int, width: int, itemsize: int, bits: int, load: int) -> P
     return Plan(128 if rows > 64 else 64, 64, 8, 2)
 
 
-def _stream_of_blocks(wide: int, bits: int) -> Plan:
+def _decode_plan(wide: int, bits: int) -> Plan:
     """The fastest of the plans that an H200 was timed with. Programs of few warps seldom wait for each other."""
     if bits < 16 and wide > 128:
         return Plan(16, 32, 4, 5, 2)
