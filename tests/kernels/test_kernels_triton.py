@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,8 @@ from windlass.policies import NAMES
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton for this system", allow_module_level=True)
 
+from triton.runtime.errors import OutOfResources
+
 from tests.helpers import models
 from tests.helpers.attention_cases import BATCH, TOLERANCE, Case, cast, compare, exactly, noise, step, table
 from tests.helpers.interpreted import interpret_quickly
@@ -29,6 +33,7 @@ from tests.helpers.models import Models, Text
 from windlass.kernels import triton
 from windlass.kernels.triton import tiles
 
+attending = import_module("windlass.kernels.triton.attend")
 DEVICES: list[Any] = ["cpu"] if not torch.cuda.is_available() else []
 DEVICES = [*DEVICES, pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -198,6 +203,43 @@ def test_parts_of_the_slots_fill_the_multiprocessors_but_once() -> None:
     assert tiles.splits(8, 1024, few, device) == (16, few.block)  # all multiprocessors have work
     many = tiles.attend_plan(4, 64, 2, 16, 248)
     assert tiles.splits(8, 4096, many, device) == (64, 2 * many.block)  # no split of one block
+
+
+class Limited:
+    """A kernel on a GPU whose shared memory holds blocks of so many slots and rows."""
+
+    def __init__(self, kernel: Any, block: int, rows: int) -> None:
+        self.kernel, self.block, self.rows = kernel, block, rows
+        self.asked: list[tuple[int, int, int]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **options: Any) -> None:
+            self.asked.append((options["num_stages"], options["BLOCK"], options["ROWS"]))
+            if options["BLOCK"] > self.block or options["ROWS"] > self.rows:
+                raise OutOfResources(10**6, 10**5, "shared memory")
+            self.kernel[grid](*args, **options)
+
+        return launch
+
+
+@pytest.mark.parametrize(("block", "rows"), [(16, 128), (16, 32), (8, 8)])
+@pytest.mark.usefixtures("_interpreter")
+def test_a_gpu_of_less_shared_memory_takes_smaller_blocks(
+    block: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case((1, 5, 48, 40, 24), slots=70, tokens=15)
+    monkeypatch.setattr(tiles, "attend_plan", lambda *_: tiles.Plan(128, 64, 8, 2))
+    kernel = Limited(attending.attend_kernel, block, rows)
+    monkeypatch.setattr(attending, "attend_kernel", kernel)
+    call = step(case)
+    if block < tiles.MIN_BLOCK:
+        with pytest.raises(OutOfResources):
+            triton.attend(call)
+    else:
+        check(triton.attend(call), exactly(call), case.dtype)
+    smaller = [(2, 64, 128), (1, 64, 128), (1, 32, 128), (1, 16, 128), (1, 16, 64), (1, 16, 32), (1, 16, 16)]
+    fits = next((at for at, (_, b, r) in enumerate(smaller) if b <= block and r <= rows), len(smaller) - 1)
+    assert kernel.asked == smaller[: fits + 1]
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from windlass.core.inputs import AttentionInput, Mass, PackedStates
 from windlass.core.types import Attended, ObservedColumns, PerSlot, Queries, SlotPositions
@@ -23,6 +24,7 @@ from windlass.kernels.triton.tiles import (
     FLOATS,
     LogitArgs,
     PackedTensors,
+    Plan,
     StridedQueries,
     as_plane,
     at_head,
@@ -185,14 +187,31 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`.
 
     Never waits for the device, so that a CUDA graph can hold it. Tables are of any float type.
+
+    Raises: OutOfResources where not even the smallest blocks fit into a multiprocessor.
     """
+    queries, keys, values = call.queries, call.keys, call.values
+    batch, heads, tokens, _ = queries.shape
+    kv_heads, slots = keys.data.shape[1:3]
+    load = batch * kv_heads * slots // tiles.multiprocessors(queries.device)
+    width, bits = max(keys.channels, values.channels), keys.bits
+    *plans, smallest = tiles.ever_smaller(
+        tiles.attend_plan(tokens * heads // kv_heads, width, queries.itemsize, bits, load)
+    )
+    for at in plans:
+        try:
+            return _attend(call, at)
+        except OutOfResources:  # raised before anything is launched
+            continue
+    return _attend(call, smallest)
+
+
+def _attend(call: AttentionInput, at: Plan) -> tuple[Attended, Mass | None]:
     queries, keys, values, observed = call.queries, call.keys, call.values, call.observed
     batch, heads, tokens, _ = queries.shape
     kv_heads, slots = keys.data.shape[1:3]
     group = heads // kv_heads
     rows = tokens * group
-    load = batch * kv_heads * slots // tiles.multiprocessors(queries.device)
-    at = tiles.attend_plan(rows, max(keys.channels, values.channels), queries.itemsize, keys.bits, load)
     row_blocks = -(-rows // at.rows)
     programs = batch * kv_heads * row_blocks
     splits, each = tiles.splits(programs, slots, at, queries.device)

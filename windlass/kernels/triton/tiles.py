@@ -7,7 +7,7 @@ another one, so that every return has five values. The compiler drops unused one
 Names: `i_` one number, `o_` numbers along a tile's axis, `m_` a mask.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final, NamedTuple, no_type_check
 
@@ -469,6 +469,7 @@ def pack_logit_args(call: AttentionInput) -> LogitArgs:
     )
 
 
+MIN_BLOCK: Final = 16  # slots or queries of a program
 FEW_SLOTS: Final = 128  # for a multiprocessor: with fewer, warps that share a block are faster than warps of their own
 DEFAULT_MULTIPROCESSORS = 132  # of an H200, used for unknown devices
 
@@ -508,6 +509,22 @@ def attend_plan(rows: int, width: int, itemsize: int, bits: int, load: int) -> P
         return Plan(32, 32, 4, 2, 2)
     # Bound by products: keys are rotated once per block of rows, so rows are as many as eight warps' registers hold.
     return Plan(128 if rows > 64 else 64, 64, 8, 2)
+
+
+def ever_smaller(at: Plan) -> list[Plan]:
+    """The plan, and others that take ever less of a multiprocessor's shared memory.
+
+    Plans were made for the 227 KiB of an H200. Most GPUs at home have 99 KiB, those of Turing 64.
+    """
+    plans = [at]
+    for stages in (3, 1):
+        if plans[-1].stages > stages:
+            plans.append(replace(plans[-1], stages=stages))
+    while plans[-1].block > MIN_BLOCK:
+        plans.append(replace(plans[-1], block=plans[-1].block // 2))
+    while plans[-1].rows > MIN_BLOCK:
+        plans.append(replace(plans[-1], rows=plans[-1].rows // 2))
+    return plans
 
 
 def _decode_plan(wide: int, bits: int) -> Plan:
