@@ -33,7 +33,7 @@ One small model and English prose: measure yours with `windlass eval`.
 
 The command writes this page and goes on where it was stopped. Lines: `benchmarks/results/{name}.jsonl`.
 {machines}.
-{done} of {wanted} cells have run so far. The others are missing below, or stand as "not run".
+{done} of {wanted} cells have run. One that has not is missing below, or stands as "not run".
 
 Every table has the same controls: the full cache, `Recent`, `Random` (evicts uniformly at random, prompt and all), and
 `Random, prompt pinned`, whose first tokens are sinks: {pinned} tokens of a novel, the head of the message before a text
