@@ -138,7 +138,8 @@ def _made(make: type[Policy], spec: str, typed: Spec) -> Policy:
         raise
     except Exception as error:
         takes = f"{typed.name}{inspect.signature(make)}".removesuffix(" -> None")
-        raise PolicyError(f"policy {spec!r} cannot be made: {error}. It takes {takes}") from error
+        problem = str(error).partition(". Did you mean")[0]  # Python 3.13 guesses a name. All of them follow
+        raise PolicyError(f"policy {spec!r} cannot be made: {problem}. It takes {takes}") from error
 
 
 def catalogue() -> list[dict[str, str]]:
