@@ -363,21 +363,9 @@ def attend_kernel(
             is_read = tl.max(m_seen.to(tl.int32), 0) > 0
         if is_read:
             k = load_keys(
-                keys,
-                logit_args,
-                index,
-                i_batch,
-                i_head,
-                o_slots,
-                m_seen,
-                slots,
-                WIDTH,
-                PAIRS,
-                HALF,
-                REST,
-                CODES,
-                NUMBER,
-            )
+                keys, logit_args, index, i_batch, i_head, o_slots, m_seen, slots,
+                WIDTH, PAIRS, HALF, REST, CODES, NUMBER,
+            )  # fmt: skip
             logits = compute_logits(
                 q, k, logit_args, i_batch, i_head, q_positions, positions, o_slots, m_seen, PAIRS, REST, ROWS, BLOCK
             )
