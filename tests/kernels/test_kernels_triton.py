@@ -245,8 +245,13 @@ def test_a_gpu_of_less_shared_memory_takes_smaller_blocks(
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they are run")
 def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
-    names = "decode 128 plain original mass", "prefill 64 int4 self_extend(8, 512)", "mean_key_cosine 128 int4", "evict"
-    names = *names, "prefill 128 narrow"
+    names = [
+        "decode 128 plain original mass",
+        "prefill 64 int4 self_extend(8, 512)",
+        "mean_key_cosine 128 int4",
+        "evict",
+        "prefill 128 narrow",
+    ]
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "benchmarks"}
     root = Path(__file__).parents[2]
     told = subprocess.run(
