@@ -17,7 +17,7 @@ from windlass.cache.recall import RecallMemory, RecallStore, RecallTokens
 from windlass.core.parse import PAGE
 from windlass.engine import generate
 from windlass.engine.decode import CudaGraph, Decoder, Sampler
-from windlass.hf.cpu_decoder import FewTokensLayer
+from windlass.hf.cpu_decoder import FewTokensLayer, WholeDecoder
 from windlass.policies import H2O, TOVA, KeyDiff, SnapKV
 from windlass.stores.formats import store_of
 from windlass.testing import tiny_model
@@ -30,6 +30,7 @@ def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reference kernels, as compiled ones would hide their work from the tape."""
     monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
     monkeypatch.setattr(FewTokensLayer, "_kernel", lambda *_: None)  # which a shared model may have prepared before
+    monkeypatch.setattr(WholeDecoder, "output", lambda *_: None)  # as above
 
 
 RECALLING: list[dict[str, Any]] = [

@@ -10,7 +10,7 @@ from tests.helpers.tape import Tape
 from windlass import KVCache, kernels
 from windlass.core.types import Scores
 from windlass.engine.generate import prefill
-from windlass.hf.cpu_decoder import FewTokensLayer
+from windlass.hf.cpu_decoder import FewTokensLayer, WholeDecoder
 from windlass.policies import H2O, Policy, Recent
 from windlass.policies.base import Slots
 from windlass.testing import TRAINED_LENGTH
@@ -21,6 +21,7 @@ def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reference kernels, as compiled ones would hide their work from the tape."""
     monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
     monkeypatch.setattr(FewTokensLayer, "_kernel", lambda *_: None)  # which a shared model may have prepared before
+    monkeypatch.setattr(WholeDecoder, "output", lambda *_: None)  # as above
 
 
 @dataclass(frozen=True)

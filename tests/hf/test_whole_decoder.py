@@ -5,6 +5,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -25,6 +26,8 @@ from tests.helpers.caches import assert_same
 from tests.helpers.shares import APART
 from windlass import KVCache, Shares, UsageError, kernels
 from windlass.cache.fused import FusedDecode
+from windlass.core.step import AttentionCall
+from windlass.hf.attach import AttachedModel
 from windlass.hf.cpu_decoder import WholeDecoder
 from windlass.policies import KeyNorm, Policy, Slots, Smoothed
 from windlass.policies.wrappers import ranks_layers_as_rows
@@ -90,6 +93,44 @@ def test_it_equals_the_plain_model(family: str, batch: int, calls: list[int]) ->
     assert (ours - theirs).abs().max() < TOLERANCE * theirs.std()
     assert len(calls) >= 8  # the first one may find no slots that are laid out for decode
     assert set(calls) == {plain.config.num_hidden_layers}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
+@pytest.mark.parametrize("is_narrow", [False, True])
+@pytest.mark.parametrize("store", ["plain", "int4(sinks=3)"])
+def test_several_tokens_leave_what_modules_around_the_layers_leave(
+    family: str, is_narrow: bool, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, of passes below and above the most tokens of a kernel, with padding, eviction, and rollback."""
+    plain, text = tiny_model(family), tokens(120, 2)
+    model = windlass.attach(plain.bfloat16() if is_narrow else plain)
+    caches = [KVCache(model, batch=2, budget=50, store=store, policy="h2o", rollback=3) for _ in range(2)]
+    call, outs, asked = AttachedModel.call, list[Tensor](), list[int]()
+
+    def counting(self: AttachedModel, layer: int, *given: Any) -> AttentionCall:
+        asked.append(layer)
+        return call(self, layer, *given)
+
+    monkeypatch.setattr(AttachedModel, "call", counting)
+    with torch.no_grad():
+        for cache, by_modules in zip(caches, (False, True), strict=True):
+            asked.clear()
+            with monkeypatch.context() as patched:
+                if by_modules:
+                    patched.setattr(WholeDecoder, "output", lambda *_: None)
+                mask = torch.ones(2, 0, dtype=torch.long)
+                for start, end in pairwise([0, 7, 9, 80, 81, 112, 118]):
+                    mask = torch.cat([mask, torch.ones(2, end - start, dtype=torch.long)], 1)
+                    mask[1, start : start + (end - start) // 3] = 0
+                    ids = text[:, start:end]
+                    outs.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
+            assert bool(asked) == by_modules
+    for one, other in zip(outs[:6], outs[6:], strict=True):
+        assert one.equal(other)
+    assert_same(*caches)
+    for cache in caches:
+        cache.rollback([3, 1])
+    assert_same(*caches)
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, *ASKED])

@@ -321,6 +321,8 @@ class TextCache(CacheState):
         """
         step, fused = self.text.pending, self._fused
         assert step is not None, "a decode step outside of a pass"
+        if not step.is_token:
+            return None
         if fused is not None and fused.serves(decoder, hidden, step, self.positions):
             return fused
         if self.recurrent or len(self.by_layer) != len(decoder):

@@ -236,14 +236,14 @@ class KnownLayers:
 
 @final
 class WholeDecoder:
-    """A decoder in a pass of one token per row: all layers in one call of a kernel, where their code is known."""
+    """A decoder whose layers a pass calls by their kernels, where their code is known: for one token per row in one
+    call, for more one layer after the other."""
 
     def __init__(self, known: KnownLayers, whole: WholePass, attention_name: str) -> None:
         self._known, self._whole, self._name = known, whole, attention_name
         self.decoder: Any = known.decoder
         self._is_known = any(has_code_of(known.decoder, each) for each in DECODERS)
         self._watch: Watch | None = None
-        self._step: object = None  # the latest pass that looked
         self._kernels: list[FewTokens] | None = None  # of all layers, as long as the watch sees no change
         self._like: tuple[int, torch.dtype, torch.device]  # sizes and kind of hidden states, once there are kernels
         self._callers: Watch | None = None  # the model around the decoder, while it does nothing else
@@ -304,17 +304,21 @@ class WholeDecoder:
             hidden = weight.rows(kwargs[IDS]) if is_coded else self.decoder.embed_tokens(kwargs[IDS])
         if not self._reads(hidden, cache.batch_size):
             return None
-        fused = cache.fused_decode(kernels_of_all, hidden, self._calls)
-        if fused is None:
-            return None
-        out: Tensor = self.decoder.norm(cache.decode(fused, hidden))
+        if (fused := cache.fused_decode(kernels_of_all, hidden, self._calls)) is not None:
+            hidden = cache.decode(fused, hidden)
+        else:
+            for number, call in enumerate(self._calls()):
+                layer, kernel = self._known.layers[number], kernels_of_all[number]
+                attended = cache.attend(number, *layer.before(kernel, hidden), call)
+                hidden = layer.after(kernel, hidden, attended.transpose(1, 2).contiguous())
+        out: Tensor = self.decoder.norm(hidden)
         return out
 
     def _reads(self, hidden: Any, batch: int) -> bool:
         """Return True if the kernels read these hidden states, which are to be like the embedding's."""
         width, dtype, device = self._like
-        is_like = type(hidden) is Tensor and hidden.shape == (batch, 1, width) and hidden.is_contiguous()
-        return is_like and hidden.dtype is dtype and hidden.device == device
+        is_like = type(hidden) is Tensor and hidden.ndim == 3 and hidden.shape[::2] == (batch, width)
+        return is_like and hidden.is_contiguous() and hidden.dtype is dtype and hidden.device == device
 
     def as_output(self, hidden: Tensor, cache: TextCache) -> BaseModelOutputWithPast:
         """The output of the decoder with these hidden states."""
@@ -331,15 +335,13 @@ class WholeDecoder:
         return next(name for name in CACHE_NAMES if name in BaseModelOutputWithPast.__annotations__)
 
     def _is_served(self, cache: TextCache, kwargs: dict[str, Any]) -> bool:
-        """True if a pass is one of a token per row, in which the decoder returns hidden states and nothing else."""
+        """True if the decoder returns hidden states in a pass, and nothing else."""
         step = cache.text.pending
-        if step is None or not step.is_token or turn_of(cache) is not AxisRotation.NONE or self._known.is_proving:
+        if step is None or step.is_captured or turn_of(cache) is not AxisRotation.NONE or self._known.is_proving:
             return False
-        if not self._whole.is_served or torch.is_grad_enabled():
+        if not self._whole.is_served or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
             return False
-        if torch.is_autocast_enabled("cpu") or self.decoder.training:
-            return False
-        if (kwargs.get(IDS) is None) is (kwargs.get(EMBEDS) is None):
+        if self.decoder.training or (kwargs.get(IDS) is None) is (kwargs.get(EMBEDS) is None):
             return False
         others = [(name, value) for name, value in kwargs.items() if name not in READ and value is not None]
         return all(name in PLAIN and value is PLAIN[name] for name, value in others)
@@ -353,9 +355,8 @@ class WholeDecoder:
         if not kernels.has_linear(embedding.weight.device.type):
             return None
         self._known.prepare(cache.text.pending, embedding.weight.dtype, embedding.weight.device)
-        found = [layer.kernel for layer in self._known.layers]
-        known = [kernel for kernel in found if kernel is not None]
-        if len(known) == len(found) and self._calls_just_these():
+        known = [kernel for layer in self._known.layers if (kernel := layer.kernel) is not None]
+        if len(known) == len(self._known.layers) and self._calls_just_these():
             self._kernels = known
             self._like = embedding.embedding_dim, embedding.weight.dtype, embedding.weight.device
         self._watch = kernels.watch()
@@ -486,25 +487,28 @@ class FewTokensLayer:
         assert cache is not None, "a kernel without a cache"
         attend = ALL_ATTENTION_FUNCTIONS[self._name]
         others = {name: value for name, value in kwargs.items() if name not in (MASK, TABLES, *CACHE_NAMES)}
-        is_few = kernel.most_tokens is None or hidden.shape[:-1].numel() <= kernel.most_tokens
-        queries, keys, values = kernel.before_attention(hidden) if is_few else self._before(kernel, hidden)
+        queries, keys, values = self.before(kernel, hidden)
         if turn_of(cache) is not AxisRotation.NONE:
             queries, keys = self._rotate(queries, keys, *kwargs[TABLES])
         attended, _ = attend(
             self._attention, queries, keys, values, kwargs.get(MASK), scaling=self._attention.scaling, **others
         )
-        return kernel.after_attention(hidden, attended) if is_few else self._after(kernel, hidden, attended)
+        return self.after(kernel, hidden, attended)
 
-    def _before(self, kernel: FewTokens, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of many tokens, whose products are those of the modules."""
+    def before(self, kernel: FewTokens, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values. With many tokens the products are those of the modules."""
+        if kernel.takes(hidden):
+            return kernel.before_attention(hidden)
         normed, heads = kernel.norm(0, hidden), (*hidden.shape[:2], -1, kernel.head_dim)
         queries, keys, values = (part.module(normed).view(heads) for part in self._linears[:3])
         if len(self._norms) > 2:
             queries, keys = kernel.norm(2, queries), kernel.norm(3, keys)
         return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
-    def _after(self, kernel: FewTokens, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The output of the layer for many tokens."""
+    def after(self, kernel: FewTokens, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The output of the layer."""
+        if kernel.takes(hidden):
+            return kernel.after_attention(hidden, attended)
         output, gate, up, down = (part.module for part in self._linears[3:])
         middle: Tensor = output(attended.flatten(2)).add_(hidden)
         normed = kernel.norm(1, middle)

@@ -284,6 +284,10 @@ class FewTokens:
             cpu.instruction_set(),
         )
 
+    def takes(self, hidden: Hidden) -> bool:
+        """Return True if it computes so many tokens."""
+        return self.most_tokens is None or hidden.shape[:-1].numel() <= self.most_tokens
+
     def norm(self, which: int, states: Tensor) -> Tensor:
         """`states` (..., width) after the layer's norm of this number, in the order of `DecoderLayer.norms`.
 
