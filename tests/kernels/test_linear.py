@@ -176,6 +176,21 @@ def test_what_is_no_number_stays_in_its_row(value: float, kind: str) -> None:
     assert torch.equal(ours[::2], expected[::2])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_inputs_beside_an_outlier_are_multiples_of_its_part(dtype: torch.dtype, instruction_set: str) -> None:
+    """Where whole numbers are multiplied, by weights with a scale for each output. Elsewhere they are as they come."""
+    call = made((3, 21, 515), dtype, "int8", False)
+    assert isinstance(call.layer.weights, Tensor)
+    call.inputs[1, 77] = 3000.0
+    call.layer.weights[:, 77] = 0  # so that the other inputs are all of the result
+    truth, inputs = exact(call), call.inputs.double()
+    if instruction_set == "avx512_bf16":
+        unit = inputs.abs().amax(-1, keepdim=True) / 32512
+        truth = exact(replace(call, inputs=(inputs / unit).round() * unit))
+    error = (cpu.linear(call).double() - truth).abs().amax(-1)
+    assert (error <= TOLERANCE[dtype] * truth.abs().amax(-1)).all()
+
+
 @pytest.mark.usefixtures("instruction_set")
 def test_tiny_and_no_inputs_are_not_lost() -> None:
     codes = torch.full((4, 70), 3, dtype=torch.int8)

@@ -1,26 +1,26 @@
 // Linear layers of 8-bit weights in whole numbers, for inputs of 16 bits. Included by `linear.cpp`.
 
 #if defined(__AVX512VNNI__)
-// A token's inputs are rounded to 22 bits below the largest of them, and cut into three signed digits:
-// x = (d0 * 65536 + d1 * 256 + d2) * 2^exponent. Products of digits and codes add up without rounding. The instruction
+// A token's inputs are rounded to whole numbers, of which the largest is 127 * 256, and cut into two signed digits:
+// x = (d0 * 256 + d1) * unit. Products of digits and codes add up without rounding. The instruction
 // takes one factor without sign: 128 is added to the codes, and the excess of the result is computed from the sum
 // of the digits.
 template <Format F>
 class DigitLinear {
-    static constexpr int DIGITS = 3, BITS = 22;
-    static constexpr int SMALLEST = -100;  // exponent of the largest input below which all count as zeros
-    static constexpr int NOT_A_NUMBER = 1 << 20;
+    static constexpr int DIGITS = 2;
+    static constexpr float LARGEST = 127 * 256;  // whole number
+    static constexpr float SMALLEST = 0x1p-100f;  // of the largest inputs of a token: below, all count as zeros
 
   public:
     static constexpr int MOST = 32768;  // inputs whose products add up within 32 bits
-    static constexpr int TOKENS = 2;
+    static constexpr int TOKENS = 3;
 
     DigitLinear(const Linear &call, float *scratch)
         : call(call),
           in(call.in),
           stride((in + LINE - 1) / LINE * LINE),
-          exponents(reinterpret_cast<std::int32_t *>(scratch)),
-          sums_of_digits(exponents + call.tokens),
+          units(scratch),
+          sums_of_digits(reinterpret_cast<std::int32_t *>(units + call.tokens)),
           digits(reinterpret_cast<std::int8_t *>(scratch) + LINE * std::int64_t(call.tokens)) {}
 
     void run() {
@@ -63,8 +63,7 @@ class DigitLinear {
             }
         for (int t = 0; t < T; ++t) {
             const std::int32_t *added = sums_of_digits + (token + t) * DIGITS;
-            const std::int32_t exponent = exponents[token + t];
-            const double unit = exponent == NOT_A_NUMBER ? NAN : power_of_two(exponent);
+            const double unit = units[token + t];
             for (int r = 0; r < R; ++r) {
                 double total = 0;
                 for (int d = 0; d < DIGITS; ++d)
@@ -77,15 +76,9 @@ class DigitLinear {
   private:
     const Linear &call;
     const std::int64_t in, stride;             // of a digit of a token
-    std::int32_t *exponents, *sums_of_digits;  // (tokens), (tokens, DIGITS)
-    std::int8_t *digits;                       // (tokens, DIGITS, stride)
-
-    static double power_of_two(int exponent) {
-        const std::int64_t word = std::int64_t(exponent + 1023) << 52;
-        double power;
-        std::memcpy(&power, &word, 8);
-        return power;
-    }
+    float *units;                  // (tokens)
+    std::int32_t *sums_of_digits;  // (tokens, DIGITS)
+    std::int8_t *digits;           // (tokens, DIGITS, stride)
 
     // The sums of the lanes of COUNT vectors. Apart from the loop, whose sums would leave their registers.
     template <int COUNT>
@@ -127,11 +120,9 @@ class DigitLinear {
         const bool is_finite = top < 0x7f800000u;
         float largest;
         std::memcpy(&largest, &top, 4);
-        int exponent = 0;
-        if (is_finite) std::frexp(largest, &exponent);
-        exponent = exponent < SMALLEST ? SMALLEST : exponent;
-        exponents[token] = is_finite ? exponent - BITS : NOT_A_NUMBER;
-        const float by = std::ldexp(1.0f, BITS - exponent);
+        const bool is_zero = largest < SMALLEST;
+        units[token] = !is_finite ? NAN : is_zero ? 0.0f : largest / LARGEST;
+        const float by = is_finite && !is_zero ? LARGEST / largest : 0.0f;
         std::int8_t *to = digits + token * stride * DIGITS;
         Ints added[DIGITS] = {};
         for (std::int64_t i = 0; i < stride; i += LANES) {
