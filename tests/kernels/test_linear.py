@@ -177,7 +177,7 @@ def test_what_is_no_number_stays_in_its_row(value: float, kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_inputs_beside_an_outlier_are_multiples_of_its_part(dtype: torch.dtype, instruction_set: str) -> None:
+def test_inputs_beside_an_outlier_are_rounded_to_a_part_of_it(dtype: torch.dtype, instruction_set: str) -> None:
     """Where whole numbers are multiplied, by weights with a scale for each output. Elsewhere they are as they come."""
     call = made((3, 21, 515), dtype, "int8", False)
     assert isinstance(call.layer.weights, Tensor)

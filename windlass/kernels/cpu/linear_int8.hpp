@@ -2,14 +2,13 @@
 
 #if defined(__AVX512VNNI__)
 // A token's inputs are rounded to whole numbers, of which the largest is 127 * 256, and cut into two signed digits:
-// x = (d0 * 256 + d1) * unit. Products of digits and codes add up without rounding. The instruction
-// takes one factor without sign: 128 is added to the codes, and the excess of the result is computed from the sum
-// of the digits.
+// x = (d0 * 256 + d1) * unit. Products of digits and codes add up without rounding. The instruction takes one factor
+// without sign: 128 is added to the codes, and the excess of the result is computed from the sum of the digits.
 template <Format F>
 class DigitLinear {
     static constexpr int DIGITS = 2;
-    static constexpr float LARGEST = 127 * 256;  // whole number
-    static constexpr float SMALLEST = 0x1p-100f;  // of the largest inputs of a token: below, all count as zeros
+    static constexpr float LARGEST = 127 * 256;   // whole number
+    static constexpr float SMALLEST = 0x1p-100f;  // largest input of a token below which all count as zeros
 
   public:
     static constexpr int MOST = 32768;  // inputs whose products add up within 32 bits
@@ -75,7 +74,7 @@ class DigitLinear {
 
   private:
     const Linear &call;
-    const std::int64_t in, stride;             // of a digit of a token
+    const std::int64_t in, stride;  // of a digit of a token
     float *units;                  // (tokens)
     std::int32_t *sums_of_digits;  // (tokens, DIGITS)
     std::int8_t *digits;           // (tokens, DIGITS, stride)
