@@ -32,16 +32,22 @@ def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: b
 
 
 def in_groups(kind: str, outputs: int, width: int, generator: torch.Generator) -> GroupCodes:
-    """Random codes of kind `groups of 4` (bits) or `groups of 8`, perhaps `with supers`. The last block is not full."""
+    """Random codes of kind `groups of 4` (bits) or `groups of 8`, perhaps `with supers` or `with zeros`.
+
+    The last block is not full.
+    """
     bits, has_supers = int(kind.split()[2]), kind.endswith("supers")
-    rows, group, columns = -(-outputs // 64) * 64, 32 if bits == 4 else 16, 2 if has_supers == (bits == 4) else 1
+    has_zeros = kind.endswith("zeros") or has_supers == (bits == 4)
+    rows, group, columns = -(-outputs // 64) * 64, 32 if bits == 4 else 16, 2 if has_zeros else 1
     if bits == 4:
         codes = packed(torch.randint(0, 16, (rows, width), generator=generator, dtype=torch.uint8), 64)
     else:
         codes = torch.randint(-32, 32, (rows, width), generator=generator, dtype=torch.int8)
-    size = width // group, rows, columns
+    size = rows // 64, width // group, columns, 64
     pairs = torch.randint(0, 64, size, generator=generator, dtype=torch.int8)
-    supers = torch.randn(width // 256, rows, columns, generator=generator).div(512).half() if has_supers else None
+    supers = (
+        torch.randn(rows // 64, width // 256, columns, 64, generator=generator).div(512).half() if has_supers else None
+    )
     return GroupCodes(
         codes=codes,
         pairs=pairs if has_supers else torch.randn(size, generator=generator).half(),

@@ -21,6 +21,7 @@ from transformers.modeling_gguf_pytorch_utils import read_field
 import windlass
 from tests.helpers import gguf_files
 from tests.helpers.gguf_files import blocks, write
+from tests.helpers.linears import rounded
 from tests.helpers.models import read
 from windlass import KVCache, UsageError, kernels
 from windlass.core import parse
@@ -94,18 +95,20 @@ def test_a_product_is_that_of_the_decoded_matrix(
     last = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
     for rows in (1, 3, 7, 16):
         inputs = torch.randn(rows, 512).to(dtype)
-        exact = inputs.double() @ truth.double().T + bias.double()
         call = LinearInput(inputs, LinearLayer(codes, bias))
-        found = {"reference": reference.linear(call), "module": nn.functional.linear(inputs, weights, bias)}
+        found = {"reference": (reference.linear(call), False)}
+        found["module"] = nn.functional.linear(inputs, weights, bias), cpu.has_digits(call.layer, dtype)
         for each in cpu.instruction_sets():
             monkeypatch.setattr(cpu, "instruction_set", lambda each=each: each)
             assert cpu.can_multiply(call)
-            found[each] = cpu.linear(call)
+            found[each] = cpu.linear(call), cpu.has_digits(call.layer, dtype)
             panel = torch.empty(66, 512)
             kernels.decode_into(panel, codes, 64)
             assert torch.equal(panel, truth[64:])
         monkeypatch.undo()
-        for name, ours in found.items():
+        for name, (ours, has_digits) in found.items():
+            read = rounded(inputs, codes.group, is_fine=False) if has_digits else inputs.double()
+            exact = read @ truth.double().T + bias.double()
             assert (ours.double() - exact).abs().max() <= last * exact.abs().max(), name
     inputs = torch.randn(2, 20, 512).to(dtype)  # too many rows for the kernel
     expected = nn.functional.linear(inputs, truth.to(dtype)) + bias

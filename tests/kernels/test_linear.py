@@ -23,6 +23,7 @@ KINDS = [
     "int4 in 32",
     "groups of 4",
     "groups of 8",
+    "groups of 4 with zeros",
     "groups of 4 with supers",
     "groups of 8 with supers",
 ]
@@ -48,11 +49,11 @@ def exact(call: LinearInput) -> Tensor:
 
 
 def is_rounded(call: LinearInput) -> bool:
-    """Inputs of bfloat16 are, for codes of 4 bits, and where there is VNNI for codes of 8 bits in groups."""
+    """Inputs of bfloat16 are, for codes of 4 bits, and with AVX2 for codes of 8 bits in groups."""
     weights = call.layer.weights
     if not isinstance(weights, GroupCodes) or call.inputs.dtype is not torch.bfloat16:
         return False
-    return cpu.can_multiply(call) and (weights.bits == 4 or cpu.instruction_set() == "avx512_bf16")
+    return cpu.can_multiply(call) and (weights.bits == 4 or cpu.instruction_set() != "plain")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -237,7 +238,10 @@ def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
     [
         ("int4 in 64", torch.bfloat16, "avx512_bf16", False, None),
         ("int4 in 64", torch.bfloat16, "avx512_bf16", True, cpu.MANY_ROWS),
-        ("int4 in 64", torch.bfloat16, "avx512", False, cpu.MANY_ROWS),
+        ("int4 in 64", torch.bfloat16, "avx512", False, None),
+        ("int4 in 32", torch.bfloat16, "avx2", False, None),
+        ("int4 in 32", torch.bfloat16, "plain", False, cpu.MANY_ROWS),
+        ("groups of 8", torch.bfloat16, "avx2", False, cpu.MANY_ROWS),
         ("int4 in 64", torch.float16, "avx512_bf16", False, cpu.MANY_ROWS),
         ("int8", torch.bfloat16, "avx512_bf16", False, cpu.MANY_ROWS),
     ],

@@ -53,8 +53,9 @@ class GroupCodes:
     A block has `block` outputs and stores its inputs one after the other. The last block is padded. With 4 bits, byte j
     of an input has the code of output j in its low nibble and that of output j + block / 2 in its high one, as PyTorch
     packs them for a CPU. A code then stands for (code - middle) * scale + zero point. With 8 bits a code has a sign and
-    stands for code * scale + zero point. `pairs` holds scale and zero point, or the scale alone in one column. Pairs of
-    int8 are multiplied by the float16 of `supers`, one for SUPER inputs.
+    stands for code * scale + zero point. `pairs` holds scale and zero point, or the scale alone in one column: group by
+    group, as PyTorch packs them, or block by block (`is_by_block`). Those of int8 lie by block,
+    and are multiplied by the float16 of `supers`, one for SUPER inputs.
 
     Those of several experts have a dimension more, the first. A layer has those of one.
     """
@@ -78,16 +79,28 @@ class GroupCodes:
         """The tensors of which it is made."""
         return (self.codes, self.pairs) if self.supers is None else (self.codes, self.pairs, self.supers)
 
+    @property
+    def is_by_block(self) -> bool:
+        """Return True if `pairs` has blocks of outputs first, then groups."""
+        return self.pairs.ndim == self.codes.ndim + 2
+
+    @property
+    def columns(self) -> int:
+        """2 with a zero point beside each scale, else 1."""
+        return self.pairs.shape[-2 if self.is_by_block else -1]
+
     @cached_property
     def is_whole(self) -> bool:
         """Return True if the parts have the shapes that the sizes ask for, and lie contiguously."""
         pairs, supers, rows = self.pairs, self.supers, -(-self.out_features // self.block) * self.block
-        is_whole = pairs.shape[2] in (1, 2) and pairs.shape[1] == rows and self.codes.shape[0] == rows
-        is_whole = is_whole and pairs.shape[0] * self.group == self.in_features and self.codes.numel() > 0
+        blocks, groups = rows // self.block, self.in_features // self.group
+        shape = (blocks, groups, self.columns, self.block) if self.is_by_block else (groups, rows, self.columns)
+        is_whole = self.columns in (1, 2) and pairs.shape == shape and groups * self.group == self.in_features
+        is_whole = is_whole and self.codes.shape[0] == rows and self.codes.numel() > 0
         if supers is not None:
-            has_shape = supers.shape == (self.in_features // SUPER, rows, pairs.shape[2])
+            has_shape = supers.shape == (blocks, self.in_features // SUPER, self.columns, self.block)
             has_types = pairs.dtype == torch.int8 and supers.dtype == torch.float16
-            is_whole = is_whole and has_shape and has_types and self.in_features % SUPER == 0
+            is_whole = is_whole and has_shape and has_types and self.is_by_block and self.in_features % SUPER == 0
         return is_whole and all(each.is_contiguous() for each in self.parts)
 
     def floats(self, dtype: torch.dtype, outputs: Tensor | None = None) -> LinearWeights:
@@ -102,12 +115,16 @@ class GroupCodes:
             codes = torch.where((places < half)[:, None], packed & 15, packed >> 4).to(dtype) - self.middle
         else:
             codes = packed[blocks, :, places].to(dtype)
-        pairs = self.pairs[:, outputs].to(dtype)
+        if self.is_by_block:
+            pairs = self.pairs[blocks, :, :, places].to(dtype)
+        else:
+            pairs = self.pairs[:, outputs].transpose(0, 1).to(dtype)
         if self.supers is not None:
-            pairs = pairs * self.supers[:, outputs].to(dtype).repeat_interleave(SUPER // self.group, 0)
-        scales, *zeros = pairs.repeat_interleave(self.group, 0).unbind(-1)
-        weights = codes * scales.T
-        return weights + zeros[0].T if zeros else weights
+            supers = self.supers[blocks, :, :, places].to(dtype)
+            pairs = pairs * supers.repeat_interleave(SUPER // self.group, 1)
+        scales, *zeros = pairs.repeat_interleave(self.group, 1).unbind(-1)
+        weights = codes * scales
+        return weights + zeros[0] if zeros else weights
 
 
 @dataclass(frozen=True)

@@ -44,8 +44,10 @@ LinearOutputs = Float[Tensor, "*rows out_features"]
 LinearWeights = Num[Tensor, "out_features in_features"]
 CodeScales = Float[Tensor, " out_features"]
 PackedCodes = Num[Tensor, "*experts padded_features packed_in_features"]
-GroupPairs = Num[Tensor, "*experts groups padded_features columns"]
-SuperPairs = Num[Tensor, "*experts super_groups padded_features columns"]
+GroupPairs = (
+    Num[Tensor, "*experts groups padded_features columns"] | Num[Tensor, "*experts blocks groups columns block"]
+)
+SuperPairs = Num[Tensor, "*experts blocks super_groups columns block"]
 Bias = Float[Tensor, " out_features"]
 NormWeights = Float[Tensor, " normed"]
 Hidden = Float[Tensor, "batch tokens hidden"]

@@ -366,11 +366,11 @@ def _codes(layout: Layout, raws: Iterator[Tensor], outputs: int, inputs: int) ->
 
 
 def _placed(whole: Tensor | None, part: Tensor, rows: int, first: int) -> Tensor:
-    """The scales of all outputs, group by group, with those of some in their place."""
-    part = part.flatten(1, 2).transpose(0, 1)
+    """The scales of all outputs, block by block, with those of some in their place."""
+    part = pad(part.flatten(1, 2), (0, 0, 0, 0, 0, -len(part) % BLOCK)).unflatten(0, (-1, BLOCK)).permute(0, 2, 3, 1)
     if whole is None:
-        whole = part.new_zeros(part.shape[0], rows, part.shape[2])
-    whole[:, first : first + part.shape[1]] = part
+        whole = part.new_empty(rows // BLOCK, *part.shape[1:])
+    whole[first // BLOCK : first // BLOCK + len(part)] = part
     return whole
 
 

@@ -50,7 +50,7 @@ SHARED_QUERIES: Final = 1024  # of a key, at most, in more tokens than these few
 MAX_CHANNELS: Final = 1024
 GROUPS: Final = (0, 16, 32)  # channels that share a scale and an offset, where new codes are made
 MAX_ROWS: Final = 16  # inputs of the compiled `linear` at once
-MAX_DIGIT_ROWS: Final = 256  # the same, of codes in groups on a CPU that multiplies them by VNNI
+MAX_DIGIT_ROWS: Final = 256  # the same, where `has_digits`
 FLOAT_ROWS: Final = 32  # tokens of a decoder layer of bfloat16, beyond which PyTorch's products are faster
 GRAIN: Final = 2**19  # bytes of weights, times rows, that are worth another thread
 MANY_ROWS: Final = 64  # inputs from which on PyTorch's product of decoded or widened weights is as fast
@@ -220,9 +220,11 @@ def most_rows(layer: LinearLayer, dtype: torch.dtype) -> int | None:
 
 
 def has_digits(layer: LinearLayer, dtype: torch.dtype) -> bool:
-    """Return True if inputs and codes are multiplied as whole numbers of 8 bits by VNNI."""
-    has_vnni = dtype is torch.bfloat16 and instruction_set() == "avx512_bf16"
-    return has_vnni and isinstance(layer.weights, GroupCodes) and layer.weights.block == MAX_BLOCK
+    """Return True if inputs, rounded to 8 bits, and codes are multiplied as whole numbers."""
+    weights, found = layer.weights, instruction_set()
+    if dtype is not torch.bfloat16 or not isinstance(weights, GroupCodes):
+        return False
+    return found in ("avx2", "avx512", "avx512_bf16") if weights.bits == 4 else found == "avx512_bf16"
 
 
 def rows_at_once(layer: LinearLayer, dtype: torch.dtype) -> int:

@@ -165,8 +165,8 @@ def redundancy(
 ) -> None: ...
 
 # inputs and outputs of a token, format, weights, scales, their format, (pairs, inputs of a group, outputs of a block,
-# format and columns of the pairs, the code that is worth its zero, super-scales), bias
-LinearLayer = tuple[int, int, int, int, int, int, tuple[int, int, int, int, int, int, int], int]
+# format and columns of the pairs, True if they lie by block, the code that is worth its zero, super-scales), bias
+LinearLayer = tuple[int, int, int, int, int, int, tuple[int, int, int, int, int, bool, int, int], int]
 # weights, width, epsilon, kind
 Norm = tuple[int, int, float, int]
 

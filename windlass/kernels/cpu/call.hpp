@@ -309,12 +309,15 @@ struct Linear {
     const std::uint8_t *scales;  // (out) in `scale_format`, of int8 weights
     const std::uint8_t *bias;   // (out), may be null
     std::uint8_t *result;       // (tokens, out)
-    // Of weights in groups: (in / group, blocks * block, columns) in `pair_format`, inputs that share a scale, outputs
-    // that lie side by side, the code of 4 bits that stands for its zero, and (in / 256, ...) in float16, or null.
+    // Of weights in groups: (in / group, blocks * block, columns), or by block (blocks, in / group, columns, block), in
+    // `pair_format`, inputs that share a scale, outputs that lie side by side, the code of 4 bits that stands for its zero,
+    // and (blocks, in / 256, columns, block) in float16, or null.
     const std::uint8_t *pairs;
     int group, block;
     Format pair_format;
-    int columns, middle;
+    int columns;
+    bool is_by_block;
+    int middle;
     const std::uint8_t *supers;
     const std::uint8_t *added = nullptr;  // (tokens, out) in `float_format`: added to the result once that is rounded
     bool has_inputs = false;              // in scratch, as a layer that `shares_inputs` has left them there

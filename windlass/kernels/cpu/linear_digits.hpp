@@ -3,7 +3,7 @@
 //
 // Each run of a token's inputs, 32 or 16 of one group, shares a scale, by which the largest of them is 127, and is rounded
 // to whole numbers. Where one input is far larger than most of the token, the others of its run would be lost: such a run
-// is rounded to 256ths of these numbers, which is finer than bfloat16. So are all runs without VNNI, where that costs
+// is rounded to 256ths of these numbers, which is finer than bfloat16. So are all runs in plain C++, where that costs
 // nothing. Products of codes and inputs add up without rounding.
 
 constexpr int RUN = 32;  // most inputs that share a scale
@@ -22,66 +22,18 @@ struct RunInputs {
 };
 
 // `multiply` writes `sums`: inputs of T tokens in a run times the codes of a block, less an excess. UNIT: 256ths that an
-// input counts, so that sums of low digits are to be added where it is 256.
+// input counts, so that sums of low digits are to be added where it is 256. ADDED: to each code of 8 bits. AT_ONCE: tokens
+// whose sums the registers hold. Where `HAS_UNPACKED`, codes can be unpacked once for many tokens, STEP inputs at a time.
 template <Format CODES, int BLOCK>
-struct RunSums;
-template <int BLOCK>
-struct RunSums<Format::int4, BLOCK> {
-    static constexpr int ROW_BYTES = BLOCK / 2, UNIT = 1, VECTORS = BLOCK / LANES;
+struct RunSums {
+    static constexpr int ROW_BYTES = BLOCK / 2, VECTORS = BLOCK / LANES, UNIT = 1, ADDED = 0;
+    static constexpr bool HAS_UNPACKED = false;
     typedef std::int16_t Whole;
     static void in_order(Floats *) {}
-#if defined(__AVX2__)
-    static constexpr int CHUNK = 16, PARTS = 2;  // bytes at once, codes of a byte
 
-    // Two inputs of an output stand in a lane.
     template <int T>
-    __attribute__((always_inline)) static void multiply(const std::uint8_t *codes, int run, RunInputs<Whole> inputs,
-                                                        const std::int32_t (&excess)[T], Floats (&sums)[T][VECTORS]) {
-        UNROLLED for (int chunk = 0; chunk < ROW_BYTES; chunk += CHUNK) {
-            __m256i own[T][PARTS][2];
-            UNROLLED for (int t = 0; t < T; ++t)
-                UNROLLED for (int part = 0; part < PARTS; ++part) own[t][part][0] = own[t][part][1] = _mm256_setzero_si256();
-            for (int k = 0; k < run; k += 2) {
-                const std::uint8_t *row = codes + k * ROW_BYTES + chunk;
-                __builtin_prefetch(row + 1024);
-                const __m256i a = wide(row), b = wide(row + ROW_BYTES);
-                const __m256i low = _mm256_unpacklo_epi16(a, b), high = _mm256_unpackhi_epi16(a, b);
-                UNROLLED for (int t = 0; t < T; ++t) {
-                    int two;
-                    __builtin_memcpy(&two, inputs.first + t * inputs.stride + k, 4);
-                    const __m256i x = _mm256_set1_epi32(two);
-                    UNROLLED for (int part = 0; part < PARTS; ++part) {
-                        own[t][part][0] = _mm256_add_epi32(own[t][part][0], _mm256_madd_epi16(code(low, part), x));
-                        own[t][part][1] = _mm256_add_epi32(own[t][part][1], _mm256_madd_epi16(code(high, part), x));
-                    }
-                }
-            }
-            UNROLLED for (int t = 0; t < T; ++t)
-                UNROLLED for (int part = 0; part < PARTS; ++part) {
-                    const __m256i first = _mm256_permute2x128_si256(own[t][part][0], own[t][part][1], 0x20);
-                    const __m256i second = _mm256_permute2x128_si256(own[t][part][0], own[t][part][1], 0x31);
-                    put(sums[t] + (part * (BLOCK / 2) + chunk) / LANES, first, second, excess[t]);
-                }
-        }
-    }
-
-  private:
-    static __m256i wide(const std::uint8_t *from) { return _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from)); }
-    static __m256i code(__m256i words, int part) {
-        return _mm256_and_si256(part ? _mm256_srli_epi16(words, 4) : words, _mm256_set1_epi16(15));
-    }
-    static void put(Floats *to, __m256i first, __m256i second, std::int32_t excess) {
-#if defined(__AVX512F__)
-        to[0] = floats((Ints)_mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1) - excess);
-#else
-        to[0] = floats((Ints)first - excess), to[1] = floats((Ints)second - excess);
-#endif
-    }
-    static Floats floats(Ints sums) { return __builtin_convertvector(sums, Floats); }
-#else
-    template <int T>
-    __attribute__((always_inline)) static void multiply(const std::uint8_t *codes, int run, RunInputs<Whole> inputs,
-                                                        const std::int32_t (&excess)[T], Floats (&sums)[T][VECTORS]) {
+    static void multiply(const std::uint8_t *codes, int run, RunInputs<Whole> inputs, const std::int32_t (&excess)[T],
+                         Floats (&sums)[T][VECTORS]) {
         std::int32_t own[T][BLOCK];
         for (int t = 0; t < T; ++t)
             for (int n = 0; n < BLOCK; ++n) own[t][n] = -excess[t];
@@ -96,35 +48,170 @@ struct RunSums<Format::int4, BLOCK> {
         for (int t = 0; t < T; ++t)
             for (int i = 0; i < VECTORS; ++i) sums[t][i] = __builtin_convertvector(load<Ints>(own[t] + i * LANES), Floats);
     }
-#endif
 };
+
+// Asks for the codes of some inputs before they are read: into the nearest cache, and into the next one.
+template <int BYTES>
+inline void ask_ahead(const std::uint8_t *codes) {
+    constexpr int SOON = 512, LATER = 8192;
+    UNROLLED for (int line = 0; line < BYTES; line += LINE)
+        __builtin_prefetch(codes + SOON + line), __builtin_prefetch(codes + LATER + line, 0, 2);
+}
+
+#if defined(__AVX2__)
+// Some inputs of an output stand in a lane of 32 bits: four of 8 bits, or two of 16 bits where codes have 8.
+template <Format CODES, int BLOCK_OUTPUTS>
+struct RunSumsOf8 {
+    static constexpr bool IS_NIBBLES = CODES == Format::int4, HAS_UNPACKED = true;
+    static constexpr int BLOCK = BLOCK_OUTPUTS, ROW_BYTES = IS_NIBBLES ? BLOCK / 2 : BLOCK, VECTORS = BLOCK / LANES;
+    static constexpr int UNIT = IS_NIBBLES ? 256 : 1, ADDED = 0, AT_ONCE = 2, STEP = IS_NIBBLES ? 4 : 2;
+    static constexpr int CHUNK = IS_NIBBLES ? 16 : 32, CHUNKS = ROW_BYTES / CHUNK;  // bytes at once, of 32 outputs
+    static constexpr int OF_CHUNK = 4;  // vectors of 8 outputs each: of low, and then of high nibbles
+    typedef std::conditional_t<IS_NIBBLES, std::int8_t, std::int16_t> Whole;
+    typedef __m256i Chunk[OF_CHUNK];
+    typedef Chunk Codes[CHUNKS];
+
+    template <int T>
+    __attribute__((always_inline)) static void multiply(const std::uint8_t *codes, int run, RunInputs<Whole> inputs,
+                                                        const std::int32_t (&excess)[T], Floats (&sums)[T][VECTORS]) {
+        multiply<T>([&](int k, int chunk, Chunk &own) __attribute__((always_inline)) {
+            const std::uint8_t *row = codes + k * ROW_BYTES;
+            if (chunk == 0) ask_ahead<STEP * ROW_BYTES>(row);
+            read(row + chunk * CHUNK, own);
+        }, run, inputs, excess, sums);
+    }
+    template <int T>
+    __attribute__((always_inline)) static void multiply(const Codes *unpacked, int run, RunInputs<Whole> inputs,
+                                                        const std::int32_t (&excess)[T], Floats (&sums)[T][VECTORS]) {
+        multiply<T>([&](int k, int chunk, Chunk &own) __attribute__((always_inline)) {
+            UNROLLED for (int i = 0; i < OF_CHUNK; ++i) own[i] = unpacked[k / STEP][chunk][i];
+        }, run, inputs, excess, sums);
+    }
+    static void unpack(const std::uint8_t *codes, int run, Codes *to) {
+        for (int k = 0; k < run; k += STEP) {
+            ask_ahead<STEP * ROW_BYTES>(codes + k * ROW_BYTES);
+            for (int chunk = 0; chunk < CHUNKS; ++chunk) read(codes + k * ROW_BYTES + chunk * CHUNK, to[k / STEP][chunk]);
+        }
+    }
+
+    // Puts the outputs of a block in order, or, once more, in the order of the vectors: of 16 outputs the second and the
+    // third four change places where codes have 4 bits.
+    static void in_order(Floats *to) {
+        if constexpr (!IS_NIBBLES) return;
+#if defined(__AVX512F__)
+        UNROLLED for (int i = 0; i < VECTORS; ++i) to[i] = (Floats)_mm512_shuffle_f32x4((__m512)to[i], (__m512)to[i], 0xd8);
+#else
+        UNROLLED for (int i = 0; i < VECTORS; i += 2) {
+            const __m256i a = (__m256i)to[i], b = (__m256i)to[i + 1];
+            to[i] = (Floats)lower_halves(a, b), to[i + 1] = (Floats)upper_halves(a, b);
+        }
+#endif
+    }
+
+  private:
+    template <int T, class Next>
+    __attribute__((always_inline)) static void multiply(Next next, int run, RunInputs<Whole> inputs, const std::int32_t (&excess)[T],
+                                                        Floats (&sums)[T][VECTORS]) {
+        constexpr int SECOND = (IS_NIBBLES ? ROW_BYTES : CHUNK / 2) / LANES;  // vectors to the second half of a chunk's outputs
+        UNROLLED for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+            __m256i own[T][OF_CHUNK];
+            UNROLLED for (int t = 0; t < T; ++t)
+                UNROLLED for (int i = 0; i < OF_CHUNK; ++i) own[t][i] = _mm256_setzero_si256();
+            for (int k = 0; k < run; k += STEP) {
+                Chunk codes;
+                next(k, chunk, codes);
+                UNROLLED for (int t = 0; t < T; ++t) {
+                    int word;
+                    __builtin_memcpy(&word, inputs.first + t * inputs.stride + k, 4);
+                    const __m256i x = _mm256_set1_epi32(word);
+                    UNROLLED for (int i = 0; i < OF_CHUNK; ++i) add_products(own[t][i], codes[i], x);
+                }
+            }
+            UNROLLED for (int t = 0; t < T; ++t) {
+                Floats *to = sums[t] + chunk * CHUNK / LANES;
+                put(to, own[t][0], own[t][1], excess[t]), put(to + SECOND, own[t][2], own[t][3], excess[t]);
+            }
+        }
+    }
+    // Not by the intrinsics, for which GCC 12 copies each sum. A sum of 16 bits has at most 16 products of a run, which
+    // is below 2^15.
+    __attribute__((always_inline)) static void add_products(__m256i &sum, __m256i codes, __m256i x) {
+        __m256i products;
+        if constexpr (IS_NIBBLES)
+            asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(codes), "x"(x));
+        else
+            asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(sum), "=&x"(products) : "x"(codes), "x"(x));
+    }
+    // The codes of a chunk's bytes in STEP rows.
+    __attribute__((always_inline)) static void read(const std::uint8_t *row, Chunk &codes) {
+        if constexpr (IS_NIBBLES) {
+            const __m256i a = two_rows(row), b = two_rows(row + ROW_BYTES), nibble = _mm256_set1_epi8(15);
+            const __m256i low = _mm256_unpacklo_epi8(a, b), high = _mm256_unpackhi_epi8(a, b);
+            const __m256i pairs = lower_halves(low, high), others = upper_halves(low, high);
+            const __m256i first = _mm256_unpacklo_epi16(pairs, others), second = _mm256_unpackhi_epi16(pairs, others);
+            codes[0] = _mm256_and_si256(first, nibble), codes[1] = _mm256_and_si256(second, nibble);
+            codes[2] = _mm256_and_si256(_mm256_srli_epi16(first, 4), nibble);
+            codes[3] = _mm256_and_si256(_mm256_srli_epi16(second, 4), nibble);
+        } else {
+            UNROLLED for (int half = 0; half < 2; ++half) {
+                const __m128i a = bytes(row + half * 16), b = bytes(row + ROW_BYTES + half * 16);
+                codes[2 * half] = _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
+                codes[2 * half + 1] = _mm256_cvtepi8_epi16(_mm_unpackhi_epi8(a, b));
+            }
+        }
+    }
+    static __m128i bytes(const std::uint8_t *from) { return _mm_loadu_si128((const __m128i *)from); }
+    // 16 bytes of a row and of the row behind the next one.
+    static __m256i two_rows(const std::uint8_t *row) {
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(bytes(row)), bytes(row + 2 * ROW_BYTES), 1);
+    }
+    static __m256i lower_halves(__m256i a, __m256i b) { return _mm256_inserti128_si256(a, _mm256_castsi256_si128(b), 1); }
+    static __m256i upper_halves(__m256i a, __m256i b) {
+        return _mm256_blend_epi32(b, _mm256_castsi128_si256(_mm256_extracti128_si256(a, 1)), 15);
+    }
+    static void put(Floats *to, __m256i a, __m256i b, std::int32_t excess) {
+        const __m256i one = _mm256_set1_epi16(1);
+        if constexpr (IS_NIBBLES) a = _mm256_madd_epi16(a, one), b = _mm256_madd_epi16(b, one);
+#if defined(__AVX512F__)
+        to[0] = floats((Ints)_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1) - excess);
+#else
+        to[0] = floats((Ints)a - excess), to[1] = floats((Ints)b - excess);
+#endif
+    }
+    static Floats floats(Ints sums) { return __builtin_convertvector(sums, Floats); }
+};
+template <int BLOCK>
+struct RunSums<Format::int4, BLOCK> : RunSumsOf8<Format::int4, BLOCK> {};
+template <int BLOCK>
+struct RunSums<Format::int8, BLOCK> : RunSumsOf8<Format::int8, BLOCK> {};
+#endif
 
 #if defined(__AVX512VNNI__)
 // Four inputs of an output stand in a lane. Vectors of outputs are those of `read`.
 template <Format CODES>
 struct RunSumsOf64 {
     static constexpr int BLOCK = 64, ROW_BYTES = CODES == Format::int4 ? BLOCK / 2 : BLOCK, VECTORS = 4;
-    // Bytes of codes that are asked for before they are read: into the nearest cache, and into the next one.
-    static constexpr int SOON = 512, LATER = 8192, UNIT = 256;
+    static constexpr int UNIT = 256, ADDED = 128, AT_ONCE = 4, STEP = 4;
+    static constexpr bool HAS_UNPACKED = true;
     typedef std::int8_t Whole;
-    typedef __m512i Quads[VECTORS];  // codes of four inputs as the instruction takes them
+    typedef __m512i Codes[VECTORS];  // of four inputs as the instruction takes them
 
     template <int T>
     __attribute__((noinline)) static void multiply(const std::uint8_t *codes, int run, RunInputs<Whole> inputs,
                                                    const std::int32_t (&excess)[T], Floats (&sums)[T][VECTORS]) {
-        multiply<T>([&](int k, Quads &quads) __attribute__((always_inline)) { ask(codes + k * ROW_BYTES), read(codes + k * ROW_BYTES, quads); },
+        multiply<T>([&](int k, Codes &quads) __attribute__((always_inline)) { ask_ahead<STEP * ROW_BYTES>(codes + k * ROW_BYTES), read(codes + k * ROW_BYTES, quads); },
                     run, inputs, excess, sums);
     }
     // As this, of codes that were unpacked once for many tokens.
     template <int T>
-    __attribute__((always_inline)) static void multiply(const Quads *unpacked, int run, RunInputs<Whole> inputs,
+    __attribute__((always_inline)) static void multiply(const Codes *unpacked, int run, RunInputs<Whole> inputs,
                                                         const std::int32_t (&excess)[T], Floats (&sums)[T][VECTORS]) {
-        multiply<T>([&](int k, Quads &quads) __attribute__((always_inline)) {
+        multiply<T>([&](int k, Codes &quads) __attribute__((always_inline)) {
             UNROLLED for (int i = 0; i < VECTORS; ++i) quads[i] = unpacked[k / 4][i];
         }, run, inputs, excess, sums);
     }
-    static void unpack(const std::uint8_t *codes, int run, Quads *to) {
-        for (int k = 0; k < run; k += 4) ask(codes + k * ROW_BYTES), read(codes + k * ROW_BYTES, to[k / 4]);
+    static void unpack(const std::uint8_t *codes, int run, Codes *to) {
+        for (int k = 0; k < run; k += 4) ask_ahead<STEP * ROW_BYTES>(codes + k * ROW_BYTES), read(codes + k * ROW_BYTES, to[k / 4]);
     }
 
     // Puts the outputs of a block in order, or, once more, in the order of the vectors: of codes of 8 bits, quarter q of
@@ -148,7 +235,7 @@ struct RunSumsOf64 {
         UNROLLED for (int t = 0; t < T; ++t)
             UNROLLED for (int i = 0; i < VECTORS; ++i) own[t][i] = _mm512_set1_epi32(-excess[t]);
         for (int k = 0; k < run; k += 4) {
-            Quads quads;
+            Codes quads;
             next(k, quads);
             UNROLLED for (int t = 0; t < T; ++t) {
                 const __m512i x = four(inputs.first + t * inputs.stride + k);
@@ -157,10 +244,6 @@ struct RunSumsOf64 {
         }
         UNROLLED for (int t = 0; t < T; ++t)
             UNROLLED for (int i = 0; i < VECTORS; ++i) sums[t][i] = (Floats)_mm512_cvtepi32_ps(own[t][i]);
-    }
-    static void ask(const std::uint8_t *row) {
-        UNROLLED for (int line = 0; line < 4 * ROW_BYTES; line += LINE)
-            __builtin_prefetch(row + SOON + line), __builtin_prefetch(row + LATER + line, 0, 2);
     }
     // Not by the intrinsic, for which GCC 12 copies each sum twice.
     __attribute__((always_inline)) static void add_products(__m512i &sum, __m512i codes, __m512i x) {
@@ -171,7 +254,7 @@ struct RunSumsOf64 {
         __builtin_memcpy(&word, digits, 4);
         return _mm512_set1_epi32(word);
     }
-    __attribute__((always_inline)) static void read(const std::uint8_t *row, Quads &quads) {
+    __attribute__((always_inline)) static void read(const std::uint8_t *row, Codes &quads) {
         if constexpr (CODES == Format::int4) {
             alignas(LINE) static const std::uint8_t TWO_ROWS[64] = {
                 0,  32, 1,  33, 2,  34, 3,  35, 16, 48, 17, 49, 18, 50, 19, 51, 4,  36, 5,  37, 6,  38,
@@ -228,8 +311,7 @@ class DigitGroups {
 #pragma omp for schedule(static)
             for (int token = 0; token < call.tokens; ++token) round(token);
         }
-#if defined(__AVX512VNNI__)
-        if constexpr (BLOCK == 64)
+        if constexpr (Sums::HAS_UNPACKED)
             if (call.tokens > FEW) {
 #pragma omp for schedule(dynamic) collapse(2) nowait
                 for (int block = 0; block < blocks_of(call); ++block)
@@ -237,7 +319,6 @@ class DigitGroups {
                         outputs_of_many(block, token, std::min(MOST, call.tokens - token));
                 return;
             }
-#endif
         Grouped<Format::bfloat16>::all_blocks(*this, call);
     }
 
@@ -249,6 +330,7 @@ class DigitGroups {
         Pairs pairs[AHEAD_GROUPS];
         for (int g = 0; g < shared.groups; ++g) {
             if (g % AHEAD_GROUPS == 0) read_pairs_of(block, g, pairs);
+            shared.prefetch_pairs(block, g + AHEAD_GROUPS);  // not all of them at once, which the memory cannot serve
             for (int r = g * in_group; r < (g + 1) * in_group; ++r) {
                 const std::uint8_t *codes = codes_of(block, r);
                 constexpr int AT_ONCE = T < 2 ? T : 2;  // tokens whose sums the registers hold
@@ -274,7 +356,7 @@ class DigitGroups {
     __attribute__((always_inline)) void add_run(const Codes *codes, std::int64_t token, int run, const float *zeros, const Pairs &pairs,
                                                 Floats (*results)[VECTORS]) const {
         const RunScale *own = scales + token * runs + run;
-        const int added = CODES == Format::int4 ? call.middle : 128;  // to each code
+        const int added = CODES == Format::int4 ? call.middle : Sums::ADDED;  // to each code
         Floats sums[T][VECTORS];
         std::int32_t excess[T];
         if constexpr (Sums::UNIT == 1) {
@@ -329,42 +411,45 @@ class DigitGroups {
         put_results(call, block * BLOCK, token, sums, BLOCK);
     }
 
-#if defined(__AVX512VNNI__)
     // As `outputs`, of many tokens: the codes of a run are unpacked once for all of them.
     void outputs_of_many(int block, int token, int count) {
         Floats results[MOST][VECTORS];
-        typename Sums::Quads quads[RUN / 4];
+        typename Sums::Codes codes[RUN / Sums::STEP];
         for (int t = 0; t < count; ++t)
             UNROLLED for (int i = 0; i < VECTORS; ++i) results[t][i] = Floats{};
         Pairs pairs[AHEAD_GROUPS];
         for (int r = 0; r < runs; ++r) {
             const int group = r / in_group, ahead = group % AHEAD_GROUPS;
             if (r % in_group == 0 && ahead == 0) read_pairs_of(block, group, pairs);
-            Sums::unpack(codes_of(block, r), length, quads);
-            add_unpacked(quads, token, count, r, pairs[ahead], results);
+            if (r % in_group == 0) shared.prefetch_pairs(block, group + AHEAD_GROUPS);
+            Sums::unpack(codes_of(block, r), length, codes);
+            add_unpacked(codes, token, count, r, pairs[ahead], results);
         }
         for (int t = 0; t < count; ++t) put(block, token + t, results[t]);
     }
 
-    template <class Quads>
-    __attribute__((noinline)) void add_unpacked(const Quads *quads, int token, int count, int run, const Pairs &pairs,
+    template <class Codes>
+    __attribute__((noinline)) void add_unpacked(const Codes *codes, int token, int count, int run, const Pairs &pairs,
                                                 Floats (*results)[VECTORS]) const {
         const float *zeros = zeros_of(token, run);
         const auto add = [&](auto at_once) __attribute__((always_inline)) {
             constexpr int T = at_once;
             for (; count >= T; count -= T, token += T, results += T, zeros += zeros ? T * std::int64_t(shared.groups) : 0)
-                add_run<T>(quads, token, run, zeros, pairs, results);
+                add_run<T>(codes, token, run, zeros, pairs, results);
         };
-        add(std::integral_constant<int, 4>{}), add(std::integral_constant<int, 2>{}), add(std::integral_constant<int, 1>{});
+        if constexpr (Sums::AT_ONCE == 4) add(std::integral_constant<int, 4>{});
+        add(std::integral_constant<int, 2>{}), add(std::integral_constant<int, 1>{});
     }
-#endif
 
     // Scales and zeros of some groups from `first` on, with the format asked for once.
     void read_pairs_of(int block, int first, Pairs *to) const {
+        const int last = std::min(first + AHEAD_GROUPS, shared.groups);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+        if constexpr (CODES == Format::int4)
+            if (call.is_by_block && call.pair_format == Format::float16 && !call.supers) return read_halves_of(block, first, last, to);
+#endif
         const auto read = [&](Format format) __attribute__((always_inline)) {
-            const int last = std::min(first + AHEAD_GROUPS, shared.groups);
             for (int g = first; g < last; ++g, ++to) {
-                shared.prefetch_pairs(block, g + AHEAD_GROUPS);
                 for (int i = 0; i < VECTORS; ++i) pairs_of(call, format, g, block * BLOCK + i * LANES, (*to)[0][i], (*to)[1][i]);
                 Sums::in_order((*to)[0]), Sums::in_order((*to)[1]);
             }
@@ -380,6 +465,20 @@ class DigitGroups {
                 return read(Format::float32);
         }
     }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    // As this, of float16, in the order of the vectors at once.
+    void read_halves_of(int block, int first, int last, Pairs *to) const {
+        const auto read = [&](const std::uint8_t *from, int at) __attribute__((always_inline)) {
+            const __m128d low = _mm_load_sd((const double *)(from + at * 2));
+            return (Floats)_mm256_cvtph_ps(_mm_castpd_si128(_mm_loadh_pd(low, (const double *)(from + at * 2 + 16))));
+        };
+        const std::uint8_t *from = call.pairs + (std::int64_t(block) * shared.groups + first) * call.columns * BLOCK * 2;
+        for (int g = first; g < last; ++g, ++to)
+            for (int column = 0; column < call.columns; ++column, from += BLOCK * 2)
+                UNROLLED for (int i = 0; i < VECTORS; i += 2)
+                    (*to)[column][i] = read(from, i * LANES), (*to)[column][i + 1] = read(from, i * LANES + 4);
+    }
+#endif
 
     void round(int token) {
         const std::uint8_t *from = call.inputs + std::int64_t(token) * call.in * 2;

@@ -1,7 +1,7 @@
 // Linear layers of codes of 4 or 8 bits, `group` inputs of an output sharing a scale and perhaps a zero, in blocks of
 // `block` outputs whose codes of one input lie side by side, the last block filled up. Of 4 bits, byte j of an input has
 // the code of output j in its low nibble and that of output j + block / 2 in its high one: c stands for
-// (c - middle) * scale + zero. Of 8 bits a byte is a code with its sign. `pairs` has, group by group, scale and zero (or
+// (c - middle) * scale + zero. Of 8 bits a byte is a code with its sign. `pairs` has, group by group or block by block, scale and zero (or
 // the scale alone, of one column) of each output, in floats, or in bytes that are multiplied with `supers`, one for
 // SUPER inputs. Included by `linear.cpp`.
 
@@ -16,40 +16,58 @@ inline Floats odds(Floats a, Floats b, std::index_sequence<I...>) {
     return __builtin_shufflevector(a, b, int(2 * I + 1)...);
 }
 
-// Scale and zero of LANES outputs, `at` outputs from the first.
-inline void read_pairs(Format format, int columns, const std::uint8_t *from, std::int64_t at, Floats &scales, Floats &zeros) {
-    const int bytes = format == Format::float32 ? 4 : format == Format::int8 ? 1 : 2;
-    from += at * columns * bytes;
-    if (columns == 1) {
-        zeros = Floats{};
-        scales = format == Format::float32    ? Row<Format::float32>::lanes(from, 0, 0)
-                 : format == Format::bfloat16 ? Row<Format::bfloat16>::lanes(from, 0, 0)
-                 : format == Format::float16  ? Row<Format::float16>::lanes(from, 0, 0)
-                                              : Row<Format::int8>::lanes(from, 0, 0);
-    } else if (format == Format::bfloat16) {
+inline int bytes_of(Format format) { return format == Format::float32 ? 4 : format == Format::int8 ? 1 : 2; }
+
+// LANES scales, or zeros, that lie side by side.
+inline Floats read_scales(Format format, const std::uint8_t *from) {
+    switch (format) {
+        case Format::float32:
+            return Row<Format::float32>::lanes(from, 0, 0);
+        case Format::bfloat16:
+            return Row<Format::bfloat16>::lanes(from, 0, 0);
+        case Format::float16:
+            return Row<Format::float16>::lanes(from, 0, 0);
+        default:
+            return Row<Format::int8>::lanes(from, 0, 0);
+    }
+}
+
+// Scale and zero of LANES outputs, two by two.
+inline void read_pairs(Format format, const std::uint8_t *from, Floats &scales, Floats &zeros) {
+    if (format == Format::bfloat16) {
         const Words both = load<Words>(from);
         scales = bits_of(both << 16), zeros = bits_of(both & 0xffff0000u);
-    } else if (format == Format::float16) {
-        const Floats a = Row<Format::float16>::lanes(from, 0, 0), b = Row<Format::float16>::lanes(from, LANES, 0);
-        scales = evens(a, b, std::make_index_sequence<LANES>{}), zeros = odds(a, b, std::make_index_sequence<LANES>{});
-    } else if (format == Format::int8) {
-        const Ints both = (Ints)wide_halves(from);
-        scales = __builtin_convertvector((both << 24) >> 24, Floats), zeros = __builtin_convertvector((both << 16) >> 24, Floats);
-    } else {
-        const Floats a = load<Floats>(from), b = load<Floats>(from + 4 * LANES);
-        scales = evens(a, b, std::make_index_sequence<LANES>{}), zeros = odds(a, b, std::make_index_sequence<LANES>{});
+        return;
     }
+    const Floats a = read_scales(format, from), b = read_scales(format, from + LANES * bytes_of(format));
+    scales = evens(a, b, std::make_index_sequence<LANES>{}), zeros = odds(a, b, std::make_index_sequence<LANES>{});
 }
 
 inline int blocks_of(const Linear &call) { return (call.out + call.block - 1) / call.block; }
 
-// Scales and zeros of a group, for LANES outputs from `output` on.
+// Of these, those of a group of `in_group` inputs and LANES outputs from `output` on.
+inline void pairs_of(const Linear &call, Format format, const std::uint8_t *from, int in_group, int group, int output, Floats &scales,
+                     Floats &zeros) {
+    const int bytes = bytes_of(format), groups = call.in / in_group;
+    zeros = Floats{};
+    if (call.is_by_block) {
+        const std::int64_t row = (std::int64_t(output / call.block) * groups + group) * call.columns * call.block;
+        from += (row + output % call.block) * bytes;
+        scales = read_scales(format, from);
+        if (call.columns == 2) zeros = read_scales(format, from + call.block * bytes);
+        return;
+    }
+    from += (std::int64_t(group) * blocks_of(call) * call.block + output) * call.columns * bytes;
+    if (call.columns == 1)
+        scales = read_scales(format, from);
+    else
+        read_pairs(format, from, scales, zeros);
+}
 inline void pairs_of(const Linear &call, Format format, int group, int output, Floats &scales, Floats &zeros) {
-    const std::int64_t padded = std::int64_t(blocks_of(call)) * call.block;
-    read_pairs(format, call.columns, call.pairs, group * padded + output, scales, zeros);
+    pairs_of(call, format, call.pairs, call.group, group, output, scales, zeros);
     if (!call.supers) return;
     Floats scale, zero;
-    read_pairs(Format::float16, call.columns, call.supers, group * call.group / SUPER * padded + output, scale, zero);
+    pairs_of(call, Format::float16, call.supers, SUPER, group * call.group / SUPER, output, scale, zero);
     scales *= scale, zeros *= zero;
 }
 inline void pairs_of(const Linear &call, int group, int output, Floats &scales, Floats &zeros) {
@@ -110,8 +128,9 @@ class Grouped {
         if (group >= groups) ++block, group -= groups;
         const std::int64_t blocks = blocks_of(call);
         if (group >= groups || block >= blocks) return;
-        const int bytes = call.columns * (call.pair_format == Format::float32 ? 4 : call.pair_format == Format::int8 ? 1 : 2);
-        const std::uint8_t *from = call.pairs + (group * blocks + block) * call.block * bytes;
+        const int bytes = call.columns * bytes_of(call.pair_format);
+        const std::int64_t row = call.is_by_block ? std::int64_t(block) * groups + group : group * blocks + block;
+        const std::uint8_t *from = call.pairs + row * call.block * bytes;
         for (int line = 0; line < call.block * bytes; line += LINE) __builtin_prefetch(from + line);
     }
     template <class Kernel>
@@ -346,7 +365,7 @@ class NibblePairs {
 
 template <Format F>
 inline void linear_groups(const Linear &call, float *scratch) {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX2__)
     if (F == Format::bfloat16 && call.format == Format::int8) return DigitGroups<Format::int8, 64>(call, scratch).run();
 #endif
     if (call.format == Format::int8) return GroupLinear<F, Format::int8, 64>(call, scratch).run();

@@ -23,12 +23,12 @@ using namespace windlass;
 
 namespace {
 
-using Groups = std::tuple<Address, int, int, int, int, int, Address>;
+using Groups = std::tuple<Address, int, int, int, int, bool, int, Address>;
 using LinearArguments = std::tuple<int, int, int, Address, Address, int, Groups, Address>;
 
 Linear linear_layer(const LinearArguments &from, Format float_format) {
     const auto &[in, out, format, weights, scales, scale_format, groups, bias] = from;
-    const auto [pairs, group, block, pair_format, columns, middle, supers] = groups;
+    const auto [pairs, group, block, pair_format, columns, is_by_block, middle, supers] = groups;
     return {0,
             in,
             out,
@@ -45,6 +45,7 @@ Linear linear_layer(const LinearArguments &from, Format float_format) {
             block,
             Format(pair_format),
             columns,
+            is_by_block,
             middle,
             at<const std::uint8_t>(supers)};
 }

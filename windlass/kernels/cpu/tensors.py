@@ -15,8 +15,8 @@ from windlass.core.types import PinnedRanges, RotaryTable
 NO_LIMIT: Final = 2**31 - 1  # a distance that no token reaches
 FLOATS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LOW_BIT: Final = {Format.INT8: 3, Format.INT4: 4}
-GroupArguments = tuple[int, int, int, int, int, int, int]
-NO_GROUPS: Final = 0, 0, 0, 0, 0, 0, 0
+GroupArguments = tuple[int, int, int, int, int, bool, int, int]
+NO_GROUPS: Final = 0, 0, 0, 0, 0, False, 0, 0
 
 
 def branch_positions(branch: RotaryBranch | None) -> tuple[Tensor | None, Tensor | None]:
@@ -90,7 +90,7 @@ def linear_arguments(
     weights, groups, format, scaled = layer.weights, NO_GROUPS, FLOATS[dtype], FLOATS[dtype]
     if isinstance(weights, GroupCodes):
         pairs = LOW_BIT[Format.INT8] if weights.supers is not None else FLOATS[weights.pairs.dtype]
-        shape = weights.group, weights.block, pairs, weights.pairs.shape[2], weights.middle
+        shape = weights.group, weights.block, pairs, weights.columns, weights.is_by_block, weights.middle
         groups = weights.pairs.data_ptr(), *shape, address(weights.supers)
         format = LOW_BIT[Format.INT4 if weights.bits == 4 else Format.INT8]
         weights = weights.codes
