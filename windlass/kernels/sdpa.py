@@ -18,6 +18,7 @@ from windlass.kernels import cpu
 from windlass.kernels.reference import SCORE_BYTES, visible
 
 MASK_BYTES = SCORE_BYTES // 4  # of one block of queries
+MOST_QUERIES = 256  # of one block: the first of more queries would meet many slots that only the last ones see
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
@@ -82,10 +83,10 @@ class _Masks:
         return torch.where(mask, counts, -torch.inf)
 
     def spans(self, itemsize: int) -> Iterator[tuple[slice, int]]:
-        """Blocks of queries whose masks take MASK_BYTES at most, and how many of the first slots each block sees."""
+        """Blocks of queries, whose masks take MASK_BYTES at most, and how many of the first slots each block sees."""
         batch, score_heads, used = self.slots.shape
         tokens = self.queries.shape[1]
-        size = max(1, MASK_BYTES // (batch * score_heads * used * itemsize))
+        size = min(MOST_QUERIES, max(1, MASK_BYTES // (batch * score_heads * used * itemsize)))
         for start in range(0, tokens, size):
             newest = self.queries[:, start : start + size].amax(1)
             yield (

@@ -116,11 +116,13 @@ def knows(states: PackedStates) -> bool:
 def is_fastest(call: AttentionInput) -> bool:
     """Return True if `attend` is faster than PyTorch's attention for so many queries.
 
-    In products of bfloat16 it is at any number, with vectors of AVX2 or AVX-512 at MAX_TOKENS (docs/log.md). The other
-    sets were measured for few tokens alone. Where many queries are observed, PyTorch's attention is taken.
+    In products of bfloat16 it is at any number, and with AVX2 for queries of 16 bits, which PyTorch widens. Otherwise
+    it is with vectors of AVX2 or AVX-512 at MAX_TOKENS (docs/log.md). Other sets were measured for few tokens alone.
+    Where many queries are observed, PyTorch's attention is taken.
     """
-    tokens, found = call.queries.shape[2], instruction_set()
-    if found == "avx512_bf16" and call.queries.dtype is torch.bfloat16 and call.observed is None:
+    tokens, dtype, found = call.queries.shape[2], call.queries.dtype, instruction_set()
+    is_narrow = dtype is torch.bfloat16 if found == "avx512_bf16" else found == "avx2" and dtype.itemsize == 2
+    if is_narrow and call.observed is None:
         return True
     return tokens <= (FEW_TOKENS if found == "plain" else MAX_TOKENS)
 
