@@ -54,8 +54,8 @@ class GroupCodes:
     of an input has the code of output j in its low nibble and that of output j + block / 2 in its high one, as PyTorch
     packs them for a CPU. A code then stands for (code - middle) * scale + zero point. With 8 bits a code has a sign and
     stands for code * scale + zero point. `pairs` holds scale and zero point, or the scale alone in one column: group by
-    group, as PyTorch packs them, or block by block (`is_by_block`). Those of int8 lie by block,
-    and are multiplied by the float16 of `supers`, one for SUPER inputs.
+    group, as PyTorch packs them, or block by block (`is_by_block`). Those of int8 lie by block and are multiplied by
+    the float16 of `supers`, one for SUPER inputs.
 
     Those of several experts have a dimension more, the first. A layer has those of one.
     """

@@ -83,7 +83,7 @@ class _Masks:
         return torch.where(mask, counts, -torch.inf)
 
     def spans(self, itemsize: int) -> Iterator[tuple[slice, int]]:
-        """Blocks of queries, whose masks take MASK_BYTES at most, and how many of the first slots each block sees."""
+        """Blocks of queries whose masks take MASK_BYTES at most, and how many of the first slots each block sees."""
         batch, score_heads, used = self.slots.shape
         tokens = self.queries.shape[1]
         size = min(MOST_QUERIES, max(1, MASK_BYTES // (batch * score_heads * used * itemsize)))

@@ -52,6 +52,8 @@ GROUPS: Final = (0, 16, 32)  # channels that share a scale and an offset, where 
 MAX_ROWS: Final = 16  # inputs of the compiled `linear` at once
 MAX_DIGIT_ROWS: Final = 256  # the same, where `has_digits`
 FLOAT_ROWS: Final = 32  # tokens of a decoder layer of bfloat16, beyond which PyTorch's products are faster
+# Queries of which any number is attended faster than by PyTorch, by instruction set.
+FAST_QUERIES: Final = {"avx512_bf16": (torch.bfloat16,), "avx2": (torch.bfloat16, torch.float16)}
 GRAIN: Final = 2**19  # bytes of weights, times rows, that are worth another thread
 MANY_ROWS: Final = 64  # inputs from which on PyTorch's product of decoded or widened weights is as fast
 MAX_LANES: Final = 16  # numbers in a vector of any instruction set
@@ -120,9 +122,8 @@ def is_fastest(call: AttentionInput) -> bool:
     it is with vectors of AVX2 or AVX-512 at MAX_TOKENS (docs/log.md). Other sets were measured for few tokens alone.
     Where many queries are observed, PyTorch's attention is taken.
     """
-    tokens, dtype, found = call.queries.shape[2], call.queries.dtype, instruction_set()
-    is_narrow = dtype is torch.bfloat16 if found == "avx512_bf16" else found == "avx2" and dtype.itemsize == 2
-    if is_narrow and call.observed is None:
+    tokens, found = call.queries.shape[2], instruction_set()
+    if call.observed is None and call.queries.dtype in FAST_QUERIES.get(found, ()):
         return True
     return tokens <= (FEW_TOKENS if found == "plain" else MAX_TOKENS)
 

@@ -24,6 +24,7 @@ struct RunInputs {
 // `multiply` writes `sums`: inputs of T tokens in a run times the codes of a block, less an excess. UNIT: 256ths that an
 // input counts, so that sums of low digits are to be added where it is 256. ADDED: to each code of 8 bits. AT_ONCE: tokens
 // whose sums the registers hold. Where `HAS_UNPACKED`, codes can be unpacked once for many tokens, STEP inputs at a time.
+// This one is plain C++, for codes of 4 bits.
 template <Format CODES, int BLOCK>
 struct RunSums {
     static constexpr int ROW_BYTES = BLOCK / 2, VECTORS = BLOCK / LANES, UNIT = 1, ADDED = 0;
@@ -60,10 +61,10 @@ inline void ask_ahead(const std::uint8_t *codes) {
 
 #if defined(__AVX2__)
 // Some inputs of an output stand in a lane of 32 bits: four of 8 bits, or two of 16 bits where codes have 8.
-template <Format CODES, int BLOCK_OUTPUTS>
+template <Format CODES, int BLOCK>
 struct RunSumsOf8 {
     static constexpr bool IS_NIBBLES = CODES == Format::int4, HAS_UNPACKED = true;
-    static constexpr int BLOCK = BLOCK_OUTPUTS, ROW_BYTES = IS_NIBBLES ? BLOCK / 2 : BLOCK, VECTORS = BLOCK / LANES;
+    static constexpr int ROW_BYTES = IS_NIBBLES ? BLOCK / 2 : BLOCK, VECTORS = BLOCK / LANES;
     static constexpr int UNIT = IS_NIBBLES ? 256 : 1, ADDED = 0, AT_ONCE = 2, STEP = IS_NIBBLES ? 4 : 2;
     static constexpr int CHUNK = IS_NIBBLES ? 16 : 32, CHUNKS = ROW_BYTES / CHUNK;  // bytes at once, of 32 outputs
     static constexpr int OF_CHUNK = 4;  // vectors of 8 outputs each: of low, and then of high nibbles

@@ -1,9 +1,9 @@
 // Linear layers of codes of 4 or 8 bits, `group` inputs of an output sharing a scale and perhaps a zero, in blocks of
 // `block` outputs whose codes of one input lie side by side, the last block filled up. Of 4 bits, byte j of an input has
 // the code of output j in its low nibble and that of output j + block / 2 in its high one: c stands for
-// (c - middle) * scale + zero. Of 8 bits a byte is a code with its sign. `pairs` has, group by group or block by block, scale and zero (or
-// the scale alone, of one column) of each output, in floats, or in bytes that are multiplied with `supers`, one for
-// SUPER inputs. Included by `linear.cpp`.
+// (c - middle) * scale + zero. Of 8 bits a byte is a code with its sign. `pairs` has, group by group or block by block,
+// scale and zero (or the scale alone, of one column) of each output, in floats, or by block in bytes that are multiplied
+// with `supers`, one for SUPER inputs. Included by `linear.cpp`.
 
 constexpr int SUPER = 256;
 
