@@ -53,7 +53,7 @@ MAX_ROWS: Final = 16  # inputs of the compiled `linear` at once
 MAX_DIGIT_ROWS: Final = 256  # the same, where `has_digits`
 FLOAT_ROWS: Final = 32  # tokens of a decoder layer of bfloat16, beyond which PyTorch's products are faster
 # Queries of which any number is attended faster than by PyTorch, by instruction set.
-FAST_QUERIES: Final = {"avx512_bf16": (torch.bfloat16,), "avx2": (torch.bfloat16, torch.float16)}
+FAST_QUERIES: Final = {"avx512_bf16": (torch.bfloat16,), "avx2": (torch.float32, torch.bfloat16, torch.float16)}
 GRAIN: Final = 2**19  # bytes of weights, times rows, that are worth another thread
 MANY_ROWS: Final = 64  # inputs from which on PyTorch's product of decoded or widened weights is as fast
 MAX_LANES: Final = 16  # numbers in a vector of any instruction set
@@ -118,8 +118,8 @@ def knows(states: PackedStates) -> bool:
 def is_fastest(call: AttentionInput) -> bool:
     """Return True if `attend` is faster than PyTorch's attention for so many queries.
 
-    In products of bfloat16 it is at any number, and with AVX2 for queries of 16 bits, which PyTorch widens. Otherwise
-    it is with vectors of AVX2 or AVX-512 at MAX_TOKENS (docs/log.md). Other sets were measured for few tokens alone.
+    In products of bfloat16 and with AVX2 it is at any number, otherwise with vectors of AVX-512 at MAX_TOKENS
+    (docs/log.md). Other sets were measured for few tokens alone.
     Where many queries are observed, PyTorch's attention is taken.
     """
     tokens, found = call.queries.shape[2], instruction_set()

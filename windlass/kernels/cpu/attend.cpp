@@ -39,7 +39,7 @@ struct ThreadBuffers {
     float *rotated, *near, *far, *tables, *far_tables;
     float *steady, *bases, *turned;  // rows of the tables for slots that follow each other, and queries rotated for these
     bool has_steady;                 // whether all slots of the block do
-    std::uint32_t *tiles;            // of a block's keys, then of its values
+    std::uint32_t *tiles;            // of a block's keys, then of its values: pairs of bfloat16, or float32
 };
 
 template <Format F>
@@ -274,6 +274,8 @@ class Kernel {
 #if defined(__AVX512BF16__)
         if (is_tiled) return add_tiles(place, count, mask, shared, buffers, states);
 #endif
+        if (call.has_many_queries() && !sums.is_narrow())
+            return sums.add_tiles(row, head, place, count, mask, shared, buffers.near, states, (float *)buffers.tiles);
         sums.add(row, head, place, count, mask, shared, ahead, buffers.near, buffers.far, states);
     }
 
@@ -339,10 +341,19 @@ class Kernel {
 #if defined(__AVX512BF16__)
         if (is_narrow) return multiply_narrow_run(branch, row, head, at, place, count, ahead, buffers, (const std::uint16_t *)from, out);
 #endif
-        for (int first = 0; first < count; first += LANES) {
-            const int keys = first + LANES < count ? LANES : count - first;
-            rotate_keys(branch, row, head, at + first, place + first, keys, ahead, buffers.rotated);
-            multiply_all(from, shared, buffers.rotated, int(sizes.key_width), out + first);
+        constexpr int VECTORS = FloatTile::VECTORS;
+        for (int first = 0, some; first < count; first += some * LANES) {
+            some = call.has_many_queries() && count - first > (VECTORS - 1) * LANES ? VECTORS : 1;
+            for (int v = 0; v < some; ++v) {
+                const int j = first + v * LANES;
+                rotate_keys(branch, row, head, at + j, place + j, std::min(LANES, count - j), ahead, buffers.rotated);
+                if (call.has_many_queries()) lay_columns(buffers.rotated, sizes.key_width, some * LANES, (float *)buffers.tiles + v * LANES);
+            }
+            const auto *tile = (const float *)buffers.tiles;
+            const int width = int(sizes.key_width);
+            if (!call.has_many_queries()) multiply_all(from, shared, buffers.rotated, width, out + first);
+            else if (some == 1) multiply_tile<FloatTile, 1, false>(shared, from, width, tile, LANES, width, out + first, BLOCK);
+            else multiply_tile<FloatTile, VECTORS, false>(shared, from, width, tile, FloatTile::COLUMNS, width, out + first, BLOCK);
         }
     }
 
@@ -397,7 +408,7 @@ class Kernel {
                     rotate_rows(call.near, row, head, at + j, place + j, some, rows);
                 lay_keys(rows, 2 * pairs, j - first, buffers.tiles);
             }
-            multiply_tile<4, false>(call.group() * call.tokens, from, sizes.key_width, buffers.tiles, pairs, buffers.near + first, BLOCK);
+            multiply_tile<PairTile, 4, false>(call.group() * call.tokens, from, sizes.key_width, buffers.tiles, COLUMNS, pairs, buffers.near + first, BLOCK);
         }
     }
     // Adds a block's weighted values. Overwrites the weights.
@@ -413,9 +424,9 @@ class Kernel {
                 lay_values(values, first, i, packed.channels, buffers.tiles);
                 float *sums = states + MAX_LANES + i;
                 if (packed.channels - i >= COLUMNS)
-                    multiply_tile<4, true>(shared, weights, BLOCK / 2, buffers.tiles, COLUMNS / 2, sums, sizes.partial_width);
+                    multiply_tile<PairTile, 4, true>(shared, weights, BLOCK / 2, buffers.tiles, COLUMNS, COLUMNS / 2, sums, sizes.partial_width);
                 else
-                    multiply_tile<2, true>(shared, weights, BLOCK / 2, buffers.tiles, COLUMNS / 2, sums, sizes.partial_width);
+                    multiply_tile<PairTile, 2, true>(shared, weights, BLOCK / 2, buffers.tiles, COLUMNS, COLUMNS / 2, sums, sizes.partial_width);
             }
         }
     }

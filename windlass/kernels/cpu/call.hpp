@@ -430,7 +430,7 @@ struct Scratch {
         keys_rotated = threads * MAX_LANES * (key_width + MAX_LANES);
         probabilities = threads * 2 * shared * BLOCK;
         tables = threads * 2 * std::size_t(BLOCK) * 2 * call.pairs;
-        tiles = call.has_many_queries() ? threads * 64 * (key_width + MAX_LANES) : 0;  // a key or a slot has half a float a number
+        tiles = call.has_many_queries() ? threads * 4 * MAX_LANES * (key_width + BLOCK) : 0;  // of keys or of slots, COLUMNS wide at most
         if (call.has_steady_keys()) tables += threads * std::size_t(STEADY + BLOCK / STEADY) * 2 * call.pairs;
     }
     std::size_t total() const { return queries + unrounded + turned + partials + summed + logits + keys_rotated + probabilities + tables + tiles; }

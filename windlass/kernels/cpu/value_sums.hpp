@@ -53,9 +53,44 @@ class ValueSums {
                           packed.first, packed.held, packed.held, count, mask.is_seen, states + MAX_LANES, stride);
     }
 
+    // The same of many queries: values are decoded once for all of them, as a tile in float32.
+    void add_tiles(int row, int head, std::size_t place, int count, const BlockMask &mask, int shared, float *near, float *states, float *tile) {
+        const PackedStates &packed = call.values;
+        if (packed.full_precision) add_full_precision(row, head, place, count, shared, near, states);
+        const auto add = [&](int at, auto vectors) {
+            lay_values(place, count, mask, at, vectors.value * LANES, tile);
+            multiply_tile<FloatTile, vectors.value, true>(shared, near, BLOCK, tile, vectors.value * LANES, count, states + MAX_LANES + at, stride);
+        };
+        for (int at = 0; at < packed.channels;)
+            if (packed.channels - at > (FloatTile::VECTORS - 1) * LANES) {
+                add(at, std::integral_constant<int, FloatTile::VECTORS>{});
+                at += FloatTile::COLUMNS;
+            } else {
+                add(at, std::integral_constant<int, 1>{});
+                at += LANES;
+            }
+    }
+
   private:
     const Attend &call;
     const std::size_t stride;
+
+    // `width` channels from `at` on, as rows of a tile, without the mean that `join` adds to all. Zeros stand for slots
+    // that no query sees, and for channels that values do not have.
+    void lay_values(std::size_t place, int count, const BlockMask &mask, int at, int width, float *tile) const {
+        const PackedStates &packed = call.values;
+        for (int j = 0; j < count; ++j)
+            for (int i = at; i < at + width; i += LANES, tile += LANES) {
+                Floats numbers{};
+                if (mask.is_seen[j / LANES] && i < packed.channels) {
+                    auto value = slot_of<F>(packed, place + j, 0);
+                    value.means = nullptr;
+                    if (i + LANES <= packed.channels) numbers = value.lanes(packed.first + i);
+                    else for (int lane = 0; i + lane < packed.channels; ++lane) numbers[lane] = value.one(packed.first + i + lane);
+                }
+                store(tile, numbers);
+            }
+    }
 
 #if defined(__AVX512BF16__)
     // As `add_groups`, two groups of 32 channels at a time.
