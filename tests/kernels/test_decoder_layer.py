@@ -153,9 +153,10 @@ def test_no_token_depends_on_the_others_or_on_the_number_of_threads(
     queries, keys, values = kernel.before_attention(hidden)
     together, threads = kernel.after_attention(hidden, attended), torch.get_num_threads()
     torch.set_num_threads(3)
+    size = 1 if setting[0] != "floats" or not cpu.has_panels(layer.query, dtype) else cpu.MAX_ROWS + 1
     try:
-        for at in (0, 10, 15, 16, 63, 64, 255, 256, 298):  # rows are multiplied by 4, 16, 64 or 256
-            token = slice(at, at + 1)
+        for at in (0, 10, 15, 16, 63, 64, 149, 150, 255, 256, 298):  # rows are multiplied by 4, 16, 64 or 256
+            token = slice(min(at, 299 - size), min(at, 299 - size) + size)
             alone = kernel.before_attention(hidden[:, token].contiguous())
             for one, other in zip(alone, (queries, keys, values), strict=True):
                 assert torch.equal(one, other[:, :, token])
@@ -165,10 +166,22 @@ def test_no_token_depends_on_the_others_or_on_the_number_of_threads(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind", "most"),
-    [(torch.float32, 0, 16), (torch.float16, 0, 16), (torch.bfloat16, 0, 32), (torch.float32, 2, 64)],
+    ("name", "dtype", "kind", "most"),
+    [
+        ("plain", torch.float32, 0, 16),
+        ("plain", torch.float16, 0, 16),
+        ("plain", torch.bfloat16, 0, 32),
+        ("plain", torch.float32, 2, 64),
+        ("avx2", torch.float32, 0, 16),
+        ("avx2", torch.float16, 0, None),
+        ("avx2", torch.bfloat16, 0, None),
+        ("avx512_bf16", torch.bfloat16, 0, 32),
+    ],
 )
-def test_most_tokens_of_a_layer(dtype: torch.dtype, kind: int, most: int) -> None:
+def test_most_tokens_of_a_layer(
+    name: str, dtype: torch.dtype, kind: int, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "instruction_set", lambda: name)
     assert FewTokens(layer_of(SIZES[1], dtype, SETTINGS[kind]), dtype).most_tokens == most
 
 

@@ -75,10 +75,10 @@ def test_linear_equals_the_layer_in_float64(shape: tuple[int, int, int], dtype: 
 def test_many_rows_are_multiplied_by_panels_of_the_weights(
     dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """70 outputs at a time, or a block of 64 or 32. Weights are rounded to the dtype of the product."""
+    """By the kernel, where that is fast, and else 70 outputs at a time, or a block of 64 or 32."""
     monkeypatch.setattr(kernels, "PANEL", 70 * 512)
-    for rows in (21, 193):  # by the kernel, 16 at a time, where that is fast, and by panels
-        call = made((rows, 200, 512), dtype, kind, True)
+    for shape in ((21, 200, 512), (193, 200, 512), (17, 29, 717), (530, 41, 300)):
+        rows, call = shape[0], made(shape, dtype, kind, True)
         call = replace(call, inputs=call.inputs / 16)  # no result too large for float16
         ours, truth = kernels.linear(call), exact(call)
         assert ours.dtype == dtype
@@ -103,6 +103,20 @@ def test_no_row_depends_on_the_others_or_on_the_number_of_threads(dtype: torch.d
                 for each in call.inputs.split(rows)
             ]
             assert torch.equal(torch.cat([cpu.linear(each) for each in parts]), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.usefixtures("instruction_set")
+def test_no_row_of_many_depends_on_the_others(dtype: torch.dtype) -> None:
+    call, threads = made((261, 29, 717), dtype, "floats", True), torch.get_num_threads()
+    together = cpu.linear(call)
+    torch.set_num_threads(3)
+    try:
+        for rows in (17, 20, 131):
+            parts = [cpu.linear(LinearInput(each, call.layer)) for each in call.inputs[: 261 // rows * rows].split(rows)]
+            assert torch.equal(torch.cat(parts), together[: 261 // rows * rows])
     finally:
         torch.set_num_threads(threads)
 
@@ -210,12 +224,12 @@ def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
     assert cpu.can_multiply(known)
     assert cpu.can_multiply(nibbles)
     transposed = torch.randn(32, 6).bfloat16().T
-    too_many = torch.randn(cpu.MANY_ROWS + 1, 32).bfloat16()
+    too_many = torch.randn(cpu.MANY_ROWS + 1, 32)
     unknown = (
         LinearInput(known.inputs.double(), LinearLayer(known.layer.weights.double())),
         LinearInput(known.inputs.float(), LinearLayer(known.layer.weights)),
         LinearInput(known.inputs, LinearLayer(transposed)),
-        LinearInput(too_many, LinearLayer(known.layer.weights)),
+        LinearInput(too_many, LinearLayer(known.layer.weights.float())),
         LinearInput(known.inputs[:0], LinearLayer(known.layer.weights)),
         LinearInput(known.inputs, LinearLayer(known.layer.weights, torch.zeros(6))),
         LinearInput(nibbles.inputs, LinearLayer(replace(nibbles.layer.weights, block=16))),
@@ -244,6 +258,10 @@ def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
         ("groups of 8", torch.bfloat16, "avx2", False, cpu.MANY_ROWS),
         ("int4 in 64", torch.float16, "avx512_bf16", False, cpu.MANY_ROWS),
         ("int8", torch.bfloat16, "avx512_bf16", False, cpu.MANY_ROWS),
+        ("int8", torch.bfloat16, "avx2", False, cpu.MANY_ROWS),
+        ("floats", torch.bfloat16, "avx2", False, None),
+        ("floats", torch.float16, "avx2", False, None),
+        ("floats", torch.bfloat16, "avx512", False, cpu.MANY_ROWS),
     ],
 )
 def test_most_rows_depend_on_the_instructions_of_the_cpu(

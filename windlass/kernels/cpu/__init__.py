@@ -1,6 +1,7 @@
 """The kernels in C++, for tensors in a CPU's memory. `kernels.reference` defines each function."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, reduce
 from typing import Final
@@ -50,7 +51,7 @@ SHARED_QUERIES: Final = 1024  # of a key, at most, in more tokens than these few
 MAX_CHANNELS: Final = 1024
 GROUPS: Final = (0, 16, 32)  # channels that share a scale and an offset, where new codes are made
 MAX_ROWS: Final = 16  # inputs of the compiled `linear` at once
-MAX_DIGIT_ROWS: Final = 256  # the same, where `has_digits`
+MAX_MANY_ROWS: Final = 256  # the same, where `has_digits` or `has_panels`
 FLOAT_ROWS: Final = 32  # tokens of a decoder layer of bfloat16, beyond which PyTorch's products are faster
 # Queries of which any number is attended faster than by PyTorch, by instruction set.
 FAST_QUERIES: Final = {"avx512_bf16": (torch.bfloat16,), "avx2": (torch.float32, torch.bfloat16, torch.float16)}
@@ -217,9 +218,17 @@ def can_multiply(call: LinearInput) -> bool:
 
 
 def most_rows(layer: LinearLayer, dtype: torch.dtype) -> int | None:
-    """The most rows that `linear` multiplies with codes faster than PyTorch with decoded weights (None: any number)."""
+    """The most rows of 16 bits that `linear` multiplies faster than PyTorch (None: any number)."""
     has_tiles = torch.cpu._is_amx_tile_supported()
-    return None if has_digits(layer, dtype) and not has_tiles else MANY_ROWS
+    is_fast = has_panels(layer, dtype) or (has_digits(layer, dtype) and not has_tiles)
+    return None if is_fast else MANY_ROWS
+
+
+def has_panels(layer: LinearLayer, dtype: torch.dtype) -> bool:
+    """Return True if `linear` widens panels of the weights for many rows, as it does where only float32 is fast."""
+    weights = layer.weights
+    is_float = isinstance(weights, Tensor) and weights.dtype is dtype
+    return is_float and dtype.itemsize == 2 and instruction_set() == "avx2"
 
 
 def has_digits(layer: LinearLayer, dtype: torch.dtype) -> bool:
@@ -232,7 +241,18 @@ def has_digits(layer: LinearLayer, dtype: torch.dtype) -> bool:
 
 def rows_at_once(layer: LinearLayer, dtype: torch.dtype) -> int:
     """The most inputs that the compiled module takes at once, which bounds its scratch memory."""
-    return MAX_DIGIT_ROWS if has_digits(layer, dtype) else MAX_ROWS
+    return MAX_MANY_ROWS if has_digits(layer, dtype) or has_panels(layer, dtype) else MAX_ROWS
+
+
+def alike(rows: int, most: int) -> Iterator[tuple[int, int]]:
+    """The first and the number of some rows, as often as needed: `most` at most, and numbers that differ by one at most.
+
+    A few rows, which are multiplied otherwise, are never left over from many.
+    """
+    parts = -(-rows // most)
+    for part in range(parts):
+        first = rows * part // parts
+        yield first, rows * (part + 1) // parts - first
 
 
 def knows_linear(layer: LinearLayer, dtype: torch.dtype) -> bool:
@@ -277,15 +297,16 @@ def decoded_outputs(weights: GroupCodes, outputs: Tensor, dtype: torch.dtype) ->
 
 
 def linear(call: LinearInput) -> LinearOutputs:
-    """See `reference.linear`. Takes any number of rows, none of which depends on the others."""
+    """See `reference.linear`. Takes any number of rows.
+
+    No row depends on the others, but where `has_panels` sums of more than MAX_ROWS have another order.
+    """
     inputs, layer = call.inputs.contiguous(), call.layer
     threads = max(1, min(torch.get_num_threads(), layer.nbytes * call.rows // GRAIN))
     dtype, scales = inputs.dtype, None if layer.scales is None else layer.scales.contiguous()
     result = inputs.new_empty(*inputs.shape[:-1], layer.out_features)
     arguments, own = linear_arguments(layer, dtype, scales), FLOATS[dtype]
-    step = rows_at_once(layer, dtype)
-    for first in range(0, call.rows, step):
-        rows = min(step, call.rows - first)
+    for first, rows in alike(call.rows, rows_at_once(layer, dtype)):
         read = inputs.data_ptr() + first * layer.in_features * inputs.itemsize
         written = result.data_ptr() + first * layer.out_features * inputs.itemsize
         _native.linear(arguments, rows, own, read, written, instruction_set(), threads)

@@ -28,6 +28,7 @@ namespace {
 #include "online_softmax.hpp"
 #include "rotate.hpp"
 #include "narrow.hpp"
+#include "float_tiles.hpp"
 #include "tiles.hpp"
 #include "value_digits.hpp"
 #include "mean_key_cosine.hpp"
@@ -342,15 +343,15 @@ class Kernel {
         if (is_narrow) return multiply_narrow_run(branch, row, head, at, place, count, ahead, buffers, (const std::uint16_t *)from, out);
 #endif
         constexpr int VECTORS = FloatTile::VECTORS;
+        const int width = int(sizes.key_width);
+        auto *tile = (float *)buffers.tiles;
         for (int first = 0, some; first < count; first += some * LANES) {
             some = call.has_many_queries() && count - first > (VECTORS - 1) * LANES ? VECTORS : 1;
             for (int v = 0; v < some; ++v) {
                 const int j = first + v * LANES;
                 rotate_keys(branch, row, head, at + j, place + j, std::min(LANES, count - j), ahead, buffers.rotated);
-                if (call.has_many_queries()) lay_columns(buffers.rotated, sizes.key_width, some * LANES, (float *)buffers.tiles + v * LANES);
+                if (call.has_many_queries()) lay_columns(buffers.rotated, sizes.key_width, width, some * LANES, tile + v * LANES);
             }
-            const auto *tile = (const float *)buffers.tiles;
-            const int width = int(sizes.key_width);
             if (!call.has_many_queries()) multiply_all(from, shared, buffers.rotated, width, out + first);
             else if (some == 1) multiply_tile<FloatTile, 1, false>(shared, from, width, tile, LANES, width, out + first, BLOCK);
             else multiply_tile<FloatTile, VECTORS, false>(shared, from, width, tile, FloatTile::COLUMNS, width, out + first, BLOCK);

@@ -259,7 +259,7 @@ class FewTokens:
     """`reference_layer` for the same layer, pass after pass, for up to `most_tokens` of all rows (None: any number).
 
     Call it only while the layer's weights have the memory that they had. The result of a token does not depend on the
-    other tokens.
+    other tokens, but on whether there are more than MAX_ROWS where `cpu.has_panels`.
     """
 
     def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
@@ -268,7 +268,7 @@ class FewTokens:
         self.threads = defaultdict[int, ThreadChoice](ThreadChoice)  # by the number of rows
         self.head_dim = layer.head_dim
         bounds = [cpu.FLOAT_ROWS if dtype is torch.bfloat16 else cpu.MAX_ROWS]
-        if all(each.is_coded for each in layer.linears):
+        if all(each.is_coded or cpu.has_panels(each, dtype) for each in layer.linears):
             most = (cpu.most_rows(each, dtype) for each in layer.linears)
             bounds = [each for each in most if each is not None]
         self.most_tokens = min(bounds, default=None)
@@ -329,9 +329,8 @@ class FewTokens:
         tokens, ...) that they have."""
         batch, tokens = tensors[0].shape[:2]
         sizes = [each.nbytes // (batch * tokens) for each in tensors]
-        for first in range(0, batch * tokens, self._at_once):
-            addresses = [each.data_ptr() + first * size for each, size in zip(tensors, sizes, strict=True)]
-            yield min(self._at_once, batch * tokens - first), addresses
+        for first, count in cpu.alike(batch * tokens, self._at_once):
+            yield count, [each.data_ptr() + first * size for each, size in zip(tensors, sizes, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -156,6 +156,8 @@ class FloatLinear {
     const std::int64_t in;
 };
 
+#include "float_tiles.hpp"
+#include "linear_panels.hpp"
 #include "linear_int8.hpp"
 #include "linear_groups.hpp"
 
@@ -172,6 +174,12 @@ void linear_part(const Linear &call, float *scratch) {
 #if defined(__AVX512BF16__)
     if (call.format == Format::bfloat16 && call.float_format == Format::bfloat16)
         return FloatLinear<Format::bfloat16, true>(call, reinterpret_cast<const std::uint16_t *>(call.inputs)).run();
+#endif
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if (call.format == call.float_format && call.tokens >= PanelLinear<Format::bfloat16>::FEWEST) {
+        if (call.format == Format::bfloat16) return PanelLinear<Format::bfloat16>(call, scratch).run();
+        if (call.format == Format::float16) return PanelLinear<Format::float16>(call, scratch).run();
+    }
 #endif
 #if defined(__AVX512VNNI__)
     if (call.format == Format::int8 && call.in <= DigitLinear<Format::bfloat16>::MOST) {

@@ -389,6 +389,22 @@ inline Floats sums(Floats (&v)[LANES]) {
     fold<1>(v);
     return v[0];
 }
+template <int STEP>
+inline void swap_squares(Floats *v) {
+    for (int i = 0; i < LANES; ++i)
+        if (!(i & STEP)) {
+            const Floats a = v[i], b = v[i + STEP];
+            v[i] = halves<STEP, 0>(a, b, std::make_index_sequence<LANES>{});
+            v[i + STEP] = halves<STEP, 1>(a, b, std::make_index_sequence<LANES>{});
+        }
+}
+// Lane j of v[i] and lane i of v[j] change places.
+inline void transpose(Floats (&v)[LANES]) {
+    if constexpr (LANES == 16) swap_squares<8>(v);
+    if constexpr (LANES >= 8) swap_squares<4>(v);
+    swap_squares<2>(v);
+    swap_squares<1>(v);
+}
 
 #if defined(__AVX512BF16__)
 // Stores 32 bfloat16: `a`, then `b`.

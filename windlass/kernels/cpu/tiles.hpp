@@ -1,26 +1,8 @@
-// Products of many queries with a block's keys, and of their weights with its values.
-// Included inside the namespace of one instruction set, after narrow.hpp.
+// Products in bfloat16 of many queries with a block's keys, and of their weights with its values.
+// Included inside the namespace of one instruction set, after narrow.hpp and float_tiles.hpp.
 //
-// A block is laid out once for all queries of a kv head, in tiles of some columns. A column is a key and a row a channel,
-// or a column is a channel and a row a slot. Then a number of a query is multiplied with all columns of a row at once, and
-// nothing is summed across lanes. In bfloat16 a row has pairs of numbers: two channels, or two slots.
-
-// A tile of float32, whose rows have as many columns as registers hold sums of six queries.
-struct FloatTile {
-    using Number = float;
-    using Column = Floats;
-    static constexpr int VECTORS = LANES == 16 ? 4 : 2, COLUMNS = VECTORS * LANES;
-
-    static Column column(const float *from) { return load<Floats>(from); }
-    static Floats add(Floats sum, float number, Column column) { return sum + number * column; }
-};
-
-// LANES keys, rows of `width` numbers, as columns of a tile.
-inline void lay_columns(const float *rows, std::size_t width, int columns, float *tile) {
-    for (std::size_t i = 0; i < width; ++i)
-        for (int j = 0; j < LANES; ++j) tile[i * columns + j] = rows[j * width + i];
-}
-
+// A block is laid out once for all queries of a kv head, in tiles whose rows have pairs of numbers. A column is a key and a
+// pair two of its channels, or a column is a channel and a pair two slots.
 #if defined(__AVX512BF16__)
 
 constexpr int COLUMNS = 64;
@@ -73,32 +55,3 @@ inline void lay_values(const NarrowValues &values, int first, int at, int channe
         }
 }
 #endif
-
-// Adds to the sums of ROWS rows, or sets them, their products with `depth` rows of a tile, `width` numbers apart. Rows are
-// `stride` numbers apart.
-template <class Tile, int ROWS, int VECTORS, bool IS_SUM>
-inline void multiply_tile(const typename Tile::Number *rows, std::size_t stride, const typename Tile::Number *tile, int width, int depth, float *sums, std::size_t sum_stride) {
-    Floats own[ROWS][VECTORS];
-    for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < VECTORS; ++v) own[r][v] = IS_SUM ? load<Floats>(sums + r * sum_stride + v * LANES) : Floats{};
-    for (int p = 0; p < depth; ++p, tile += width) {
-        typename Tile::Column columns[VECTORS];
-        for (int v = 0; v < VECTORS; ++v) columns[v] = Tile::column(tile + v * LANES);
-#pragma GCC unroll 6
-        for (int r = 0; r < ROWS; ++r)
-            for (int v = 0; v < VECTORS; ++v) own[r][v] = Tile::add(own[r][v], rows[r * stride + p], columns[v]);
-    }
-    for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < VECTORS; ++v) store(sums + r * sum_stride + v * LANES, own[r][v]);
-}
-// The same of `count` rows.
-template <class Tile, int VECTORS, bool IS_SUM>
-inline void multiply_tile(int count, const typename Tile::Number *rows, std::size_t stride, const typename Tile::Number *tile, int width, int depth, float *sums, std::size_t sum_stride) {
-    const auto some = [&](auto size) {
-        multiply_tile<Tile, size.value, VECTORS, IS_SUM>(rows, stride, tile, width, depth, sums, sum_stride);
-        rows += size.value * stride, sums += size.value * sum_stride, count -= size.value;
-    };
-    while (count >= 6) some(std::integral_constant<int, 6>{});
-    while (count >= 2) some(std::integral_constant<int, 2>{});
-    if (count) some(std::integral_constant<int, 1>{});
-}
