@@ -47,11 +47,11 @@ inline void advance_softmax(const float *highest, float *logits, float *states, 
         for (std::size_t i = 0; i < width; i += LANES)
             store(state + MAX_LANES + i, load<Floats>(state + MAX_LANES + i) * shrink);
     }
-    Floats total[QUERIES] = {};
+    Floats total[QUERIES] = {}, top[QUERIES];
+    for (int q = 0; q < QUERIES; ++q) top[q] = all(states[q * state_width] == HIDDEN ? 0.0f : states[q * state_width]);  // all is hidden so far
     for (int j = 0; j < BLOCK; j += LANES)
         for (int q = 0; q < QUERIES; ++q) {
-            const float top = states[q * state_width] == HIDDEN ? 0.0f : states[q * state_width];  // all is hidden so far
-            const Floats weight = exponential(load<Floats>(logits + q * BLOCK + j) - top);
+            const Floats weight = exponential(load<Floats>(logits + q * BLOCK + j) - top[q]);
             store(logits + q * BLOCK + j, weight);
             total[q] += weight;
         }

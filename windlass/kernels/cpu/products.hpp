@@ -72,7 +72,7 @@ void add_values(const float *weights, const std::uint8_t *values, std::size_t ro
 template <Format F, int QUERIES>
 void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int from, int to,
                 int channels, int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
-    constexpr int MAX_VECTORS = LANES == 16 ? 4 : 2;  // as many as the registers hold
+    constexpr int MAX_VECTORS = LANES == 16 || QUERIES < 4 ? 4 : 2;  // as many as the registers hold
     int i = from;
     // The two halves of a row of int4 are interleaved, and no vector spans both.
     const int middle = channels / 2;
@@ -98,13 +98,12 @@ void add_all_values(const float *weights, int queries, const std::uint8_t *value
                     int from, int to, int channels, int count, const bool *is_seen, float *sum,
                     std::size_t sum_stride) {
     int q = 0;
-    for (; q + 4 <= queries; q += 4)
-        add_values<F, 4>(weights + q * BLOCK, values, row_bytes, from, to, channels, count, is_seen,
-                         sum + q * sum_stride, sum_stride);
-    for (; q + 2 <= queries; q += 2)
-        add_values<F, 2>(weights + q * BLOCK, values, row_bytes, from, to, channels, count, is_seen,
-                         sum + q * sum_stride, sum_stride);
-    for (; q < queries; ++q)
-        add_values<F, 1>(weights + q * BLOCK, values, row_bytes, from, to, channels, count, is_seen,
-                         sum + q * sum_stride, sum_stride);
+    const auto add = [&](auto some) {
+        add_values<F, some.value>(weights + q * BLOCK, values, row_bytes, from, to, channels, count, is_seen, sum + q * sum_stride, sum_stride);
+        q += some.value;
+    };
+    while (q + 4 <= queries) add(std::integral_constant<int, 4>{});
+    if (q + 3 == queries) add(std::integral_constant<int, 3>{});
+    if (q + 2 == queries) add(std::integral_constant<int, 2>{});
+    if (q < queries) add(std::integral_constant<int, 1>{});
 }
