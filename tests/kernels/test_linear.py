@@ -115,7 +115,9 @@ def test_no_row_of_many_depends_on_the_others(dtype: torch.dtype) -> None:
     torch.set_num_threads(3)
     try:
         for rows in (17, 20, 131):
-            parts = [cpu.linear(LinearInput(each, call.layer)) for each in call.inputs[: 261 // rows * rows].split(rows)]
+            parts = [
+                cpu.linear(LinearInput(each, call.layer)) for each in call.inputs[: 261 // rows * rows].split(rows)
+            ]
             assert torch.equal(torch.cat(parts), together[: 261 // rows * rows])
     finally:
         torch.set_num_threads(threads)

@@ -120,8 +120,8 @@ def is_fastest(call: AttentionInput) -> bool:
     """Return True if `attend` is faster than PyTorch's attention for so many queries.
 
     In products of bfloat16 and with AVX2 it is at any number, otherwise with vectors of AVX-512 at MAX_TOKENS
-    (docs/log.md). Other sets were measured for few tokens alone.
-    Where many queries are observed, PyTorch's attention is taken.
+    (docs/log.md). Other sets were measured for few tokens alone. Where many queries are observed, PyTorch's attention
+    is taken.
     """
     tokens, found = call.queries.shape[2], instruction_set()
     if call.observed is None and call.queries.dtype in FAST_QUERIES.get(found, ()):
@@ -244,10 +244,10 @@ def rows_at_once(layer: LinearLayer, dtype: torch.dtype) -> int:
     return MAX_MANY_ROWS if has_digits(layer, dtype) or has_panels(layer, dtype) else MAX_ROWS
 
 
-def alike(rows: int, most: int) -> Iterator[tuple[int, int]]:
-    """The first and the number of some rows, as often as needed: `most` at most, and numbers that differ by one at most.
+def even_parts(rows: int, most: int) -> Iterator[tuple[int, int]]:
+    """The first row of each part, and its number of rows, `most` at most.
 
-    A few rows, which are multiplied otherwise, are never left over from many.
+    The numbers differ by one at most: a few rows, which are multiplied otherwise, are never left over from many.
     """
     parts = -(-rows // most)
     for part in range(parts):
@@ -306,7 +306,7 @@ def linear(call: LinearInput) -> LinearOutputs:
     dtype, scales = inputs.dtype, None if layer.scales is None else layer.scales.contiguous()
     result = inputs.new_empty(*inputs.shape[:-1], layer.out_features)
     arguments, own = linear_arguments(layer, dtype, scales), FLOATS[dtype]
-    for first, rows in alike(call.rows, rows_at_once(layer, dtype)):
+    for first, rows in even_parts(call.rows, rows_at_once(layer, dtype)):
         read = inputs.data_ptr() + first * layer.in_features * inputs.itemsize
         written = result.data_ptr() + first * layer.out_features * inputs.itemsize
         _native.linear(arguments, rows, own, read, written, instruction_set(), threads)

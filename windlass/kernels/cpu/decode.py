@@ -329,7 +329,7 @@ class FewTokens:
         tokens, ...) that they have."""
         batch, tokens = tensors[0].shape[:2]
         sizes = [each.nbytes // (batch * tokens) for each in tensors]
-        for first, count in cpu.alike(batch * tokens, self._at_once):
+        for first, count in cpu.even_parts(batch * tokens, self._at_once):
             yield count, [each.data_ptr() + first * size for each, size in zip(tensors, sizes, strict=True)]
 
 
