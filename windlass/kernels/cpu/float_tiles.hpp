@@ -8,7 +8,8 @@ struct FloatTile {
     static constexpr int VECTORS = LANES == 16 ? 4 : 2, COLUMNS = VECTORS * LANES;
 
     static Column column(const float *from) { return load<Floats>(from); }
-    static Floats add(Floats sum, float number, Column column) { return sum + number * column; }
+    static Column wide(float number) { return all(number); }
+    static Floats add(Floats sum, Column number, Column column) { return sum + number * column; }
 };
 
 // LANES rows of `width` numbers, a multiple of LANES, `stride` apart, as columns of a tile, whose rows are `columns` wide.
@@ -32,8 +33,10 @@ inline void multiply_tile(const typename Tile::Number *rows, std::size_t stride,
         typename Tile::Column columns[VECTORS];
         for (int v = 0; v < VECTORS; ++v) columns[v] = Tile::column(tile + v * LANES);
 #pragma GCC unroll 6
-        for (int r = 0; r < ROWS; ++r)
-            for (int v = 0; v < VECTORS; ++v) own[r][v] = Tile::add(own[r][v], rows[r * stride + p], columns[v]);
+        for (int r = 0; r < ROWS; ++r) {
+            const typename Tile::Column number = Tile::wide(rows[r * stride + p]);
+            for (int v = 0; v < VECTORS; ++v) own[r][v] = Tile::add(own[r][v], number, columns[v]);
+        }
     }
     for (int r = 0; r < ROWS; ++r)
         for (int v = 0; v < VECTORS; ++v) store(sums + r * sum_stride + v * LANES, own[r][v]);

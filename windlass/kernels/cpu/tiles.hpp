@@ -12,7 +12,8 @@ struct PairTile {
     using Column = __m512bh;
 
     static Column column(const std::uint32_t *from) { return (__m512bh)once(_mm512_loadu_si512(from)); }
-    static Floats add(Floats sum, std::uint32_t pair, Column column) { return dot(sum, (__m512bh)_mm512_set1_epi32(int(pair)), column); }
+    static Column wide(std::uint32_t pair) { return (__m512bh)_mm512_set1_epi32(int(pair)); }
+    static Floats add(Floats sum, Column pair, Column column) { return dot(sum, pair, column); }
 };
 
 // Columns 0 to 15 of `out`, COLUMNS numbers a row, of 16 rows of 16 pairs.
