@@ -1,7 +1,7 @@
 // Products of rows with the columns of a tile, in which a number of a row meets all columns at once, and nothing is summed
 // across lanes. Included inside the namespace of one instruction set, after simd.hpp.
 
-// A tile of float32, whose rows have as many columns as registers hold sums of six queries.
+// A tile of float32, of such a width that registers hold the sums of six rows.
 struct FloatTile {
     using Number = float;
     using Column = Floats;

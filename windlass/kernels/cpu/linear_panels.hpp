@@ -7,7 +7,7 @@ template <Format F>
 class PanelLinear {
     static constexpr int DEPTH = 256;  // inputs of a tile
     static constexpr int TILES = 2, OUTPUTS = TILES * FloatTile::COLUMNS;
-    static constexpr int MOST = 256, LEAST = 48;  // tokens of a piece of work, and of those that meet a tile in turn
+    static constexpr int MOST = 256, LEAST = 48;  // tokens of a piece of work. LEAST at a time stay in the cache while they meet all its tiles
 
   public:
     static constexpr int FEWEST = 17;  // tokens for which a tile is worth its making, beyond MAX_ROWS of Python
