@@ -105,13 +105,15 @@ STEADY = [
     Case((1, 2, 64, 64, 32), BFLOAT16, slots=260, tokens=5, is_evicted=False, mode="self_extend(4, 100)"),
     Case((2, 3, 160, 64, 32), BFLOAT16, slots=405, tokens=2, is_evicted=False, extras=("sinks", "counts", "softcap")),
     Case((2, 4, 64, 64, 32), BFLOAT16, slots=300, tokens=1, is_evicted=False, extras=("gain",)),
+    Case((2, 3, 64, 96, 32), torch.float16, slots=213, tokens=1, is_evicted=False),
+    Case((1, 2, 128, 64, 64), torch.float16, slots=331, tokens=2, is_evicted=False, mode="self_extend(4, 100)"),
 ]
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("case", STEADY, ids=named)
 def test_slots_in_the_order_of_the_text(case: Case, bits: int | None) -> None:
-    agrees(step(replace(case, bits=bits)), TOLERANCE[BFLOAT16])
+    agrees(step(replace(case, bits=bits)), TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("case", STEADY[:3], ids=named)

@@ -27,6 +27,7 @@ namespace {
 #include "products.hpp"
 #include "online_softmax.hpp"
 #include "rotate.hpp"
+#include "turned_keys.hpp"
 #include "narrow.hpp"
 #include "float_tiles.hpp"
 #include "tiles.hpp"
@@ -61,7 +62,8 @@ class Kernel {
         tables_size = sizes.tables / threads;
         turned_size = sizes.turned / threads;
         tiles_size = sizes.tiles / threads;
-        is_narrow = has_narrow_keys(), is_laid = has_laid_tables(), is_steady = is_laid && call.has_steady_keys() && !call.query_gain;
+        is_narrow = has_narrow_keys(), is_laid = has_laid_tables();
+        is_steady = (is_laid || has_turned_keys()) && call.has_steady_keys() && !call.query_gain;
     }
 
     void run(int threads) {
@@ -70,11 +72,9 @@ class Kernel {
         {
 #pragma omp for schedule(static)
             for (int i = 0; i < call.batch * call.heads; ++i) rotate_queries(i / call.heads, i % call.heads);
-#if defined(__AVX512BF16__)
             const ThreadBuffers own = buffers_of(thread());
             for (int i = 0; is_steady && i < STEADY; ++i)
                 lay_row<F>(i, call.pairs, call.cos, call.sin, own.steady + i * 2 * call.pairs);
-#endif
 #pragma omp for schedule(dynamic, 1)
             for (int i = 0; i < items; ++i) {
                 const int part = i % parts, heads = call.kv_heads / parts;
@@ -138,9 +138,13 @@ class Kernel {
                 for (std::size_t i = call.keys.channels; i < sizes.key_width; ++i) to[i] = 0;
                 if (branch.keys) rotate_query(branch, row, score_head, t, to);
                 for (int i = 0; call.query_gain && i < call.keys.channels; ++i) to[i] *= call.query_gain[i];
+                if (is_steady && !is_far) {
+                    float *unturned = unrounded_at(row, head) + t * sizes.key_width;
+                    __builtin_memcpy(unturned, to, sizes.key_width * 4);
+                    if (F == Format::bfloat16) part_query(unturned, 2 * call.pairs);
+                }
 #if defined(__AVX512BF16__)
                 if (is_laid && F == Format::bfloat16) part_query(to, 2 * call.pairs);
-                if (is_steady && !is_far) __builtin_memcpy(unrounded_at(row, head) + t * sizes.key_width, to, sizes.key_width * 4);
                 if (is_narrow)  // in place: they take half the room
                     for (std::size_t i = 0; i < sizes.key_width; i += 16)
                         store_half((std::uint16_t *)to + i, load<Floats>(to + i));
@@ -175,9 +179,7 @@ class Kernel {
             for (int head = first; head < first + heads; ++head) {
                 if (head == first || call.score_heads > 1) {
                     mask_block(call, row, score_head_of(head), at, count, mask);
-#if defined(__AVX512BF16__)
                     if (!mask.is_empty) lay_block(row, head, at, count, buffers);
-#endif
                 }
                 if (!mask.is_empty && !is_written) {
                     for (std::size_t i = 0; i < states; ++i) std::fill_n(states_of + i * sizes.partial_width + 1, sizes.partial_width - 1, 0.0f);
@@ -188,7 +190,6 @@ class Kernel {
         }
     }
 
-#if defined(__AVX512BF16__)
     // Lays out the tables by which all heads rotate a block, its keys or the queries back.
     void lay_block(int row, int head, int at, int count, ThreadBuffers &buffers) const {
         buffers.has_steady = is_steady && follows(row, head, at, count);
@@ -216,14 +217,13 @@ class Kernel {
         for (int j = 0; j < count; j += STEADY) {
             float *base = buffers.bases + j / STEADY * 2 * call.pairs;
             lay_row<F>(positions[j], call.pairs, call.cos, call.sin, base);
-            for (int i = 0; i < call.pairs; i += 32)
-                for (int lane = 0; lane < 32; lane += LANES) {
+            for (int i = 0; i < call.pairs; i += LAID)
+                for (int lane = 0; lane < LAID; lane += LANES) {
                     const Floats scale = load<Floats>(buffers.steady + 2 * i + lane);
-                    for (float *half : {base + 2 * i + lane, base + 2 * i + 32 + lane}) store(half, load<Floats>(half) / scale);
+                    for (float *half : {base + 2 * i + lane, base + 2 * i + LAID + lane}) store(half, load<Floats>(half) / scale);
                 }
         }
     }
-#endif
 
     float *logits_at(int row, int kv_head, int shared, int at) const {
         const std::size_t index =
@@ -324,6 +324,14 @@ class Kernel {
         if (F == Format::int4 && keys.group_bits != 4) return false;
         return F == Format::bfloat16 || (2 * call.pairs == width && keys.held == width && (width == 64 || width == 128));
     }
+    // Whether keys of consecutive slots are multiplied as they are rotated, in float32. Products of two rows of the tables are
+    // less exact than the row itself, which float32 stores would show.
+    bool has_turned_keys() const {
+        const PackedStates &keys = call.keys;
+        const int width = keys.channels;
+        return !is_narrow && F != Format::float32 && F != Format::int4 && call.near.keys && !keys.full_precision && 2 * call.pairs == width && keys.held == width &&
+               (width == 64 || width == 128) && call.group() * call.tokens <= 4;
+    }
     // Whether blocks are laid out in tiles that all queries read.
     bool has_tiles() const {
         return F == Format::bfloat16 && call.has_many_queries() && !call.has_far() && is_narrow && sums.is_narrow();
@@ -342,6 +350,8 @@ class Kernel {
 #if defined(__AVX512BF16__)
         if (is_narrow) return multiply_narrow_run(branch, row, head, at, place, count, ahead, buffers, (const std::uint16_t *)from, out);
 #endif
+        if constexpr (F != Format::float32 && F != Format::int4)
+            if (buffers.has_steady && &branch == &call.near) return multiply_steady_run(row, head, at, place, count, ahead, buffers, out);
         constexpr int VECTORS = FloatTile::VECTORS;
         const int width = int(sizes.key_width);
         auto *tile = (float *)buffers.tiles;
@@ -355,6 +365,45 @@ class Kernel {
             if (!call.has_many_queries()) multiply_all(from, shared, buffers.rotated, width, out + first);
             else if (some == 1) multiply_tile<FloatTile, 1, false>(shared, from, width, tile, LANES, width, out + first, BLOCK);
             else multiply_tile<FloatTile, VECTORS, false>(shared, from, width, tile, FloatTile::COLUMNS, width, out + first, BLOCK);
+        }
+    }
+
+    // The same of slots at positions that follow each other: the first rows of the tables rotate their keys.
+    void multiply_steady_run(int row, int head, int at, std::size_t place, int count, std::ptrdiff_t ahead, ThreadBuffers buffers, float *out) const {
+        const int shared = call.group() * call.tokens, first = at % BLOCK;
+        const auto next = [&](const PackedStates &packed, int j) { return Ahead{packed.data + (std::ptrdiff_t(place) + j + ahead) * std::ptrdiff_t(packed.row_bytes), packed.row_bytes}; };
+        for (int j = 0, some; j < count; j += some) {  // as many as share a row
+            const int lane = (first + j) % STEADY;
+            some = std::min(STEADY - lane, count - j);
+            turn_queries(row, head, (first + j) / STEADY, buffers);
+            const auto multiply = [&](auto width, auto queries) {
+                multiply_turned<F, width.value, queries.value>(call.keys, place + j, head, some, buffers.steady + lane * width.value, buffers.turned, next(call.keys, j), next(call.values, j),
+                                                               out + j);
+            };
+            const auto multiply_queries = [&](auto width) {
+                if (shared == 1) multiply(width, std::integral_constant<int, 1>{});
+                if (shared == 2) multiply(width, std::integral_constant<int, 2>{});
+                if (shared == 3) multiply(width, std::integral_constant<int, 3>{});
+                if (shared == 4) multiply(width, std::integral_constant<int, 4>{});
+            };
+            if (call.keys.channels == 64) multiply_queries(std::integral_constant<int, 64>{});
+            else multiply_queries(std::integral_constant<int, 128>{});
+        }
+    }
+    // The queries of a kv head, rotated back by base number `base`, in bfloat16 where keys are.
+    void turn_queries(int row, int head, int base, ThreadBuffers buffers) const {
+        const float *from = unrounded_at(row, head * call.group()), *table = buffers.bases + base * 2 * call.pairs;
+        for (int q = 0; q < call.group() * call.tokens; ++q, from += sizes.key_width) {
+            float *to = buffers.turned + q * sizes.key_width;  // as wide as keys, which are rotated whole where they are not narrow
+#if defined(__AVX512BF16__)
+            if (is_narrow) {
+                auto *out = (std::uint16_t *)to;
+                turn_back(from, table, call.pairs, [&](int i, Floats a, Floats b) { _mm512_storeu_si512(out + i, rounded(a, b)); });
+                for (std::size_t i = 2 * call.pairs; i < sizes.key_width; i += 16) store_half(out + i, load<Floats>(from + i));
+                continue;
+            }
+#endif
+            turn_back(from, table, call.pairs, [&](int i, Floats a, Floats b) { store(to + i, a), store(to + i + LANES, b); });
         }
     }
 
@@ -441,14 +490,6 @@ class Kernel {
         for (int j = 0; packed.full_precision && j < count; ++j)
             if (packed.ring_index[place + j] >= 0) return true;
         return false;
-    }
-
-    // The queries of a kv head, rotated back by base number `base`.
-    void turn_queries(int row, int head, int base, ThreadBuffers buffers) const {
-        const float *from = unrounded_at(row, head * call.group());
-        for (int q = 0; q < call.group() * call.tokens; ++q)
-            turn_back(from + q * sizes.key_width, buffers.bases + base * 2 * call.pairs, call.pairs, int(sizes.key_width),
-                      (std::uint16_t *)(buffers.turned + q * sizes.key_width));
     }
 
     // `count` numbers of float16.

@@ -10,24 +10,6 @@ inline void store_half(std::uint16_t *to, Floats v) {
     __builtin_memcpy(to, &narrow, 32);
 }
 
-// A vector in a register: the compiler would read memory once for each use, of which there can be only one a cycle.
-template <class V>
-inline V once(V v) {
-    asm("" : "+v"(v));
-    return v;
-}
-
-// Memory that is read soon. The heads of a block are too short for the CPU's own prefetching.
-struct Ahead {
-    const std::uint8_t *rows;
-    std::size_t row_bytes;
-
-    // Asks for slots `from` to `to`.
-    [[gnu::always_inline]] void fetch(int from, int to) const {
-        const std::uint8_t *row = rows + from * row_bytes, *end = rows + to * row_bytes;
-        for (; row < end; row += 64) __builtin_prefetch(row, 0, 2);  // as far as the second cache
-    }
-};
 // Memory that is read after these keys: the values of their slots, and keys. It is prefetched all the time: keys as
 // many while keys are read as while values are read.
 struct Next {
@@ -39,51 +21,6 @@ struct Next {
 };
 
 inline __m512i rounded(Floats a, Floats b) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a); }
-
-// Of 32 numbers the even ones, then the odd ones.
-struct Parted {
-    Floats even, odd;
-
-    explicit Parted(const float *from) {
-        const Floats a = load<Floats>(from), b = load<Floats>(from + 16);
-        even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-        odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-    }
-};
-// One row of the tables as `TurnedKeys` reads it, 2 * pairs floats: for each 32 pairs their cos, then their sin. For
-// bfloat16 keys even and odd channels are parted.
-template <Format F>
-inline void lay_row(std::int64_t position, int pairs, const float *cos, const float *sin, float *out) {
-    for (int i = 0; i < pairs; i += 32)
-        for (const float *table : {cos, sin}) {
-            const float *from = table + position * pairs + i;
-            const Parted parted(from);
-            const bool is_parted = F == Format::bfloat16;
-            store(out, is_parted ? parted.even : load<Floats>(from));
-            store(out + 16, is_parted ? parted.odd : load<Floats>(from + 16));
-            out += 32;
-        }
-}
-// Of 32 channels of a rotated key the even ones stand first. The query is put into the same order.
-inline void part_query(float *numbers, int rotated) {
-    for (int i = 0; i < rotated; i += 32) {
-        const Parted parted(numbers + i);
-        store(numbers + i, parted.even), store(numbers + i + 16, parted.odd);
-    }
-}
-// A query that is rotated already, rotated back by a row of the tables as they are laid, and rounded.
-inline void turn_back(const float *query, const float *row, int pairs, int width, std::uint16_t *out) {
-    for (int i = 0; i < pairs; i += 32) {
-        Floats first[2], second[2];
-        for (int h = 0; h < 2; ++h) {
-            const Floats a = load<Floats>(query + i + 16 * h), b = load<Floats>(query + pairs + i + 16 * h),
-                         c = load<Floats>(row + 2 * i + 16 * h), s = load<Floats>(row + 2 * i + 32 + 16 * h);
-            first[h] = a * c + b * s, second[h] = b * c - a * s;
-        }
-        _mm512_storeu_si512(out + i, rounded(first[0], first[1])), _mm512_storeu_si512(out + pairs + i, rounded(second[0], second[1]));
-    }
-    for (int i = 2 * pairs; i < width; i += 16) store_half(out + i, load<Floats>(query + i));
-}
 
 // Keys in rows of bfloat16, multiplied as they are. WIDTH: their width, with rows one after the other (0: any).
 template <int WIDTH>

@@ -27,22 +27,29 @@ void multiply_all(const float *queries, int count, const float *keys, int width,
     for (; q < count; ++q) multiply<1>(queries + q * width, keys, width, out + q * BLOCK);
 }
 
-// Vectors of channels from `first` on, all in one half of a row of int4.
-template <Format F>
+// Vectors of channels from `first` on, all in one half of a row of int4. Those of bfloat16 come in pairs, the even and the odd
+// channels of both, if there are two: a shift and a mask take no shuffle.
+template <Format F, int VECTORS>
 struct Run {
+    static constexpr bool IS_PARTED = F == Format::bfloat16 && VECTORS % 2 == 0;
     const int first, channels;
     Run(int first, int channels) : first(first), channels(channels) {}
-    Floats lanes(const std::uint8_t *row, int v) const {
-        return Row<F>::lanes(row, first + v * LANES, channels);
+    [[gnu::always_inline]] void load_all(const std::uint8_t *row, Floats (&out)[VECTORS]) const {
+        if constexpr (IS_PARTED) {
+            for (int v = 0; v < VECTORS; v += 2) load_parted(row + 2 * (first + v * LANES), out[v], out[v + 1]);
+        } else {
+            for (int v = 0; v < VECTORS; ++v) out[v] = Row<F>::lanes(row, first + v * LANES, channels);
+        }
     }
 };
-template <>
-struct Run<Format::int4> {
+template <int VECTORS>
+struct Run<Format::int4, VECTORS> {
+    static constexpr bool IS_PARTED = false;
     const int at, shift;
     Run(int first, int channels)
         : at(first < channels / 2 ? first : first - channels / 2), shift(first < channels / 2 ? 0 : 4) {}
-    Floats lanes(const std::uint8_t *row, int v) const {
-        return Row<Format::int4>::levels(wide_bytes(row + at + v * LANES) >> shift);
+    [[gnu::always_inline]] void load_all(const std::uint8_t *row, Floats (&out)[VECTORS]) const {
+        for (int v = 0; v < VECTORS; ++v) out[v] = Row<Format::int4>::levels(wide_bytes(row + at + v * LANES) >> shift);
     }
 };
 
@@ -50,21 +57,27 @@ struct Run<Format::int4> {
 template <Format F, int QUERIES, int VECTORS>
 void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int channels,
                 int count, const bool *is_seen, int first, float *sum, std::size_t sum_stride) {
-    const Run<F> run(first, channels);
+    using Values = Run<F, VECTORS>;
+    const Values run(first, channels);
     Floats sums_of[QUERIES][VECTORS];
     for (int q = 0; q < QUERIES; ++q)
-        for (int v = 0; v < VECTORS; ++v)
-            sums_of[q][v] = load<Floats>(sum + q * sum_stride + v * LANES);
+        for (int v = 0; v < VECTORS; ++v) sums_of[q][v] = load<Floats>(sum + q * sum_stride + v * LANES);
+    if constexpr (Values::IS_PARTED)
+        for (int q = 0; q < QUERIES; ++q)
+            for (int v = 0; v < VECTORS; v += 2) part(sums_of[q][v], sums_of[q][v + 1]);
     for (int start = 0; start < count; start += LANES) {
         if (!is_seen[start / LANES]) continue;
         const int end = start + LANES < count ? start + LANES : count;
         for (int j = start; j < end; ++j) {
             Floats value[VECTORS];
-            for (int v = 0; v < VECTORS; ++v) value[v] = run.lanes(values + j * row_bytes, v);
+            run.load_all(values + j * row_bytes, value);
             for (int q = 0; q < QUERIES; ++q)
                 for (int v = 0; v < VECTORS; ++v) sums_of[q][v] += weights[q * BLOCK + j] * value[v];
         }
     }
+    if constexpr (Values::IS_PARTED)
+        for (int q = 0; q < QUERIES; ++q)
+            for (int v = 0; v < VECTORS; v += 2) join_parts(sums_of[q][v], sums_of[q][v + 1]);
     for (int q = 0; q < QUERIES; ++q)
         for (int v = 0; v < VECTORS; ++v) store(sum + q * sum_stride + v * LANES, sums_of[q][v]);
 }
@@ -72,7 +85,7 @@ void add_values(const float *weights, const std::uint8_t *values, std::size_t ro
 template <Format F, int QUERIES>
 void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int from, int to,
                 int channels, int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
-    constexpr int MAX_VECTORS = LANES == 16 || QUERIES < 4 ? 4 : 2;  // as many as the registers hold
+    constexpr int MAX_VECTORS = LANES == 16 || QUERIES < 3 ? 4 : 2;  // as many as the registers hold
     int i = from;
     // The two halves of a row of int4 are interleaved, and no vector spans both.
     const int middle = channels / 2;

@@ -377,6 +377,16 @@ inline Floats halves(Floats a, Floats b, std::index_sequence<I...>) {
 }
 template <int STEP>
 inline void fold(Floats *v) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (STEP == 4) {  // without a shuffle of 256 bits by two vectors, which takes 8 operations on some CPUs
+        for (int i = 0; i < STEP; ++i) {
+            const __m256 a = (__m256)v[i], b = (__m256)v[i + STEP];
+            const __m256 swapped = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm256_extractf128_ps(a, 1)), _mm256_castps256_ps128(b), 1);
+            v[i] = (Floats)_mm256_blend_ps(a, b, 0xf0) + (Floats)swapped;
+        }
+        return;
+    }
+#endif
     for (int i = 0; i < STEP; ++i)
         v[i] = halves<STEP, 0>(v[i], v[i + STEP], std::make_index_sequence<LANES>{}) +
                halves<STEP, 1>(v[i], v[i + STEP], std::make_index_sequence<LANES>{});
@@ -404,6 +414,36 @@ inline void transpose(Floats (&v)[LANES]) {
     if constexpr (LANES >= 8) swap_squares<4>(v);
     swap_squares<2>(v);
     swap_squares<1>(v);
+}
+
+// A vector in a register: the compiler would read memory once for each use, of which there are few a cycle.
+template <class V>
+inline V once(V v) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(v));
+#elif defined(__AVX2__)
+    asm("" : "+x"(v));
+#endif
+    return v;
+}
+
+// Two vectors of numbers become their even and their odd ones, and back.
+template <std::size_t... I>
+inline void part(Floats &a, Floats &b, std::index_sequence<I...>) {
+    const Floats even = __builtin_shufflevector(a, b, int(2 * I)...);
+    b = __builtin_shufflevector(a, b, int(2 * I + 1)...), a = even;
+}
+template <std::size_t... I>
+inline void join_parts(Floats &even, Floats &odd, std::index_sequence<I...>) {
+    const Floats first = __builtin_shufflevector(even, odd, int(I / 2 + I % 2 * LANES)...);
+    odd = __builtin_shufflevector(even, odd, int(LANES / 2 + I / 2 + I % 2 * LANES)...), even = first;
+}
+inline void part(Floats &a, Floats &b) { part(a, b, std::make_index_sequence<LANES>{}); }
+inline void join_parts(Floats &even, Floats &odd) { join_parts(even, odd, std::make_index_sequence<LANES>{}); }
+// The even and the odd ones of two vectors of bfloat16, as float32.
+inline void load_parted(const void *from, Floats &even, Floats &odd) {
+    const Words both = load<Words>(from);
+    even = bits_of(both << 16), odd = bits_of(both & 0xffff0000u);
 }
 
 #if defined(__AVX512BF16__)
