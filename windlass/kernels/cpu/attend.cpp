@@ -266,11 +266,11 @@ class Kernel {
                 if (call.has_mass()) __builtin_memcpy(logits_at(row, head, q + i, at), logits, count * sizeof(float));
             }
             float *logits = buffers.near + q * BLOCK, *first = states + q * sizes.partial_width;
-            if (some == 4)
-                advance_softmax<4>(highest, logits, first, sizes.partial_width, sizes.value_width);
-            else
-                for (int i = 0; i < some; ++i)
-                    advance_softmax<1>(highest + i, logits + i * BLOCK, first + i * sizes.partial_width, sizes.partial_width, sizes.value_width);
+            const auto advance = [&](auto queries) { advance_softmax<queries.value>(highest, logits, first, sizes.partial_width, sizes.value_width); };
+            if (some == 4) advance(std::integral_constant<int, 4>{});
+            if (some == 3) advance(std::integral_constant<int, 3>{});
+            if (some == 2) advance(std::integral_constant<int, 2>{});
+            if (some == 1) advance(std::integral_constant<int, 1>{});
         }
 #if defined(__AVX512BF16__)
         if (is_tiled) return add_tiles(place, count, mask, shared, buffers, states);

@@ -41,21 +41,34 @@ inline void norm_all(const Norm &norm, const std::uint8_t *from, std::uint8_t *t
     for (std::int64_t i = 0; i < count; ++i) norm_one<F>(norm, from + i * bytes, to + i * bytes);
 }
 
-inline Floats activated(DecoderLayer::Activation activation, Floats x) {
-    const Floats cubic = (x * x * x * 0.044715f + x) * 0.7978845608f;
-    const Floats t = activation == DecoderLayer::silu ? x : cubic * 2.0f;
-    const Floats e = exponential(t < 0.0f ? t : -t), logistic = (t < 0.0f ? e : all(1.0f)) / (e + 1.0f);
-    return x * logistic;
+template <int COUNT>
+inline void activate(DecoderLayer::Activation activation, Floats (&x)[COUNT]) {
+    Floats t[COUNT], e[COUNT];
+    for (int k = 0; k < COUNT; ++k) t[k] = x[k];
+    if (activation == DecoderLayer::gelu_tanh)
+        for (int k = 0; k < COUNT; ++k) t[k] = (x[k] * x[k] * x[k] * 0.044715f + x[k]) * (2 * 0.7978845608f);
+    for (int k = 0; k < COUNT; ++k) e[k] = t[k] < 0.0f ? t[k] : -t[k];
+    exponentials(e);
+    for (int k = 0; k < COUNT; ++k) x[k] *= (t[k] < 0.0f ? e[k] : all(1.0f)) / (e[k] + 1.0f);
 }
-// gate = activated(gate) * up, numbers one after the other.
+// gate = activated(gate) * up, COUNT vectors of numbers, of which the last has `last`.
+template <Format F, int COUNT>
+inline void gate_some(DecoderLayer::Activation activation, std::uint8_t *gate, const std::uint8_t *up, std::int64_t at, int last) {
+    Floats x[COUNT];
+    for (int k = 0; k < COUNT; ++k) x[k] = lanes_of<F>(gate, at + k * LANES, last);
+    activate(activation, x);
+    for (int k = 0; k < COUNT; ++k) put_lanes<F>(gate, at + k * LANES, rounded_lanes<F>(x[k]) * lanes_of<F>(up, at + k * LANES, last), last);
+}
+// The same of numbers one after the other.
 template <Format F>
 inline void gated(DecoderLayer::Activation activation, std::uint8_t *gate, const std::uint8_t *up, std::int64_t count) {
+    constexpr int COUNT = 4;  // that the latency of one hides behind the others
+    const std::int64_t whole = count / (COUNT * LANES);
+#pragma omp for schedule(static) nowait
+    for (std::int64_t i = 0; i < whole; ++i) gate_some<F, COUNT>(activation, gate, up, i * COUNT * LANES, LANES);
 #pragma omp for schedule(static)
-    for (std::int64_t i = 0; i < count; i += LANES) {
-        const int here = count - i < LANES ? int(count - i) : LANES;
-        const Floats x = rounded_lanes<F>(activated(activation, lanes_of<F>(gate, i, here)));
-        put_lanes<F>(gate, i, x * lanes_of<F>(up, i, here), here);
-    }
+    for (std::int64_t i = whole * COUNT * LANES; i < count; i += LANES)
+        gate_some<F, 1>(activation, gate, up, i, int(std::min<std::int64_t>(count - i, LANES)));
 }
 
 // A linear layer of `tokens`, by all threads, which meet after it. `before`: the latest layer, of the same inputs.

@@ -189,9 +189,10 @@ void linear_part(const Linear &call, float *scratch) {
 #endif
     const float *inputs = reinterpret_cast<const float *>(call.inputs);
     if (call.float_format != Format::float32) {
+        constexpr std::int64_t SOME = 64;
         const std::int64_t count = std::int64_t(call.tokens) * call.in;
 #pragma omp for schedule(static)
-        for (std::int64_t i = 0; i < count; ++i) scratch[i] = number(call.float_format, call.inputs, i);
+        for (std::int64_t i = 0; i < count; i += SOME) read_row(call.float_format, call.inputs + 2 * i, int(std::min(SOME, count - i)), scratch + i);
         inputs = scratch;
     }
     switch (call.format) {

@@ -49,11 +49,12 @@ inline void advance_softmax(const float *highest, float *logits, float *states, 
     }
     Floats total[QUERIES] = {}, top[QUERIES];
     for (int q = 0; q < QUERIES; ++q) top[q] = all(states[q * state_width] == HIDDEN ? 0.0f : states[q * state_width]);  // all is hidden so far
-    for (int j = 0; j < BLOCK; j += LANES)
-        for (int q = 0; q < QUERIES; ++q) {
-            const Floats weight = exponential(load<Floats>(logits + q * BLOCK + j) - top[q]);
-            store(logits + q * BLOCK + j, weight);
-            total[q] += weight;
-        }
+    constexpr int SIDE = 4 / QUERIES;  // vectors of a query at once
+    for (int j = 0; j < BLOCK; j += SIDE * LANES) {
+        Floats weights[QUERIES * SIDE];
+        for (int i = 0; i < QUERIES * SIDE; ++i) weights[i] = load<Floats>(logits + i / SIDE * BLOCK + j + i % SIDE * LANES) - top[i / SIDE];
+        exponentials(weights);
+        for (int i = 0; i < QUERIES * SIDE; ++i) store(logits + i / SIDE * BLOCK + j + i % SIDE * LANES, weights[i]), total[i / SIDE] += weights[i];
+    }
     for (int q = 0; q < QUERIES; ++q) states[q * state_width + 1] += sum_of(total[q]);
 }

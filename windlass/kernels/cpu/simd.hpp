@@ -108,7 +108,7 @@ template <Format F>
 inline Words narrow(Words w) {
     if constexpr (F == Format::bfloat16) {
         const Words rounded = (w + 0x7fffu + ((w >> 16) & 1u)) >> 16;
-        return (w & 0x7fffffffu) > 0x7f800000u ? Words{} + 0x7fc0u : rounded;
+        return (Ints)(w & 0x7fffffffu) > 0x7f800000 ? Words{} + 0x7fc0u : rounded;  // AVX2 compares signed numbers alone
     } else {
 #if defined(__AVX512F__)
         return (Words)_mm512_cvtepu16_epi32(_mm512_cvtps_ph((__m512)w, 0));
@@ -249,13 +249,22 @@ inline void put(Format format, std::uint8_t *row, std::int64_t i, float x) {
     }
 }
 
+// The low halves of lanes whose high ones are 0.
+inline Halves low_halves(Words w) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    return (Halves)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)w), _mm256_extracti128_si256((__m256i)w, 1));
+#else
+    return __builtin_convertvector(w, Halves);
+#endif
+}
+
 // Stores LANES floats, rounded to the format.
 template <Format F>
 inline void store_rounded(std::uint8_t *to, Floats v) {
     if constexpr (F == Format::float32) {
         __builtin_memcpy(to, &v, sizeof v);
     } else {
-        const Halves rounded = __builtin_convertvector(narrow<F>((Words)v), Halves);
+        const Halves rounded = low_halves(narrow<F>((Words)v));
         __builtin_memcpy(to, &rounded, sizeof rounded);
     }
 }
@@ -344,29 +353,45 @@ inline auto sum_of(V v) {
         return sum_of<STEP / 2>(v);
 }
 
-// e to the x for x <= 0, within 2 units of the last place, and 0 below -87.
+// Each x becomes e to the x, for x <= 0, within 2 units of the last place, and 0 below -87. Several side by side hide the
+// latency of their steps.
+template <int COUNT>
+[[gnu::always_inline]] inline void exponentials(Floats (&x)[COUNT]) {
+    const Floats low = all(-87.0f);
+    Floats n[COUNT], f[COUNT], r[COUNT], p[COUNT];
+    const auto each = [](auto step) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int k = 0; k < COUNT; ++k) step(k);
+    };
+    each([&](int k) { r[k] = larger(x[k], low); });
+#if defined(__AVX512F__)
+    each([&](int k) { f[k] = (Floats)_mm512_roundscale_ps((__m512)(r[k] * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); });
+#else
+    constexpr float WHOLE = 12582912.0f;  // added to a number it leaves a whole one in the lowest bits
+    each([&](int k) { n[k] = r[k] * 1.44269504f + WHOLE; });
+    each([&](int k) { f[k] = n[k] - WHOLE; });
+#endif
+    each([&](int k) { r[k] = r[k] - f[k] * 0.693359375f; });
+    each([&](int k) { r[k] = r[k] - f[k] * -2.12194440e-4f; });
+    each([&](int k) { p[k] = 1.9875691500e-4f * r[k] + 1.3981999507e-3f; });
+    each([&](int k) { p[k] = p[k] * r[k] + 8.3334519073e-3f; });
+    each([&](int k) { p[k] = p[k] * r[k] + 4.1665795894e-2f; });
+    each([&](int k) { p[k] = p[k] * r[k] + 1.6666665459e-1f; });
+    each([&](int k) { p[k] = p[k] * r[k] + 5.0000001201e-1f; });
+    each([&](int k) { p[k] = p[k] * r[k]; });
+    each([&](int k) { p[k] = p[k] * r[k] + r[k]; });
+    each([&](int k) { p[k] = p[k] + 1.0f; });
+#if defined(__AVX512F__)
+    each([&](int k) { x[k] = (Floats)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x[k], (__m512)low, _CMP_GT_OQ), (__m512)p[k], (__m512)f[k]); });
+#else
+    each([&](int k) { p[k] = bits_of((Words)p[k] + ((Words)n[k] << 23)); });  // their power of 2, added to the exponent
+    each([&](int k) { x[k] = x[k] > low ? p[k] : all(0.0f); });
+#endif
+}
 inline Floats exponential(Floats x) {
-    const Floats low = all(-87.0f), y = larger(x, low);
-#if defined(__AVX512F__)
-    const Floats f = (Floats)_mm512_roundscale_ps((__m512)(y * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#else
-    const Ints n = __builtin_convertvector(y * 1.44269504f - 0.5f, Ints);  // rounds to nearest, as y <= 0
-    const Floats f = __builtin_convertvector(n, Floats);
-#endif
-    const Floats r = y - f * 0.693359375f - f * -2.12194440e-4f;
-    Floats p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-#if defined(__AVX512F__)
-    return (Floats)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GT_OQ), (__m512)p, (__m512)f);
-#else
-    const Floats result = p * (Floats)((n + 127) << 23);
-    return x > low ? result : all(0.0f);
-#endif
+    Floats one[1] = {x};
+    exponentials(one);
+    return one[0];
 }
 
 // Of each 2 * STEP lanes, the first half from `a` and the second from `b`: their part number TAKE.
