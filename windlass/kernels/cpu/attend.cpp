@@ -141,10 +141,10 @@ class Kernel {
                 if (is_steady && !is_far) {
                     float *unturned = unrounded_at(row, head) + t * sizes.key_width;
                     __builtin_memcpy(unturned, to, sizes.key_width * 4);
-                    if (F == Format::bfloat16) part_query(unturned, 2 * call.pairs);
+                    if (F == Format::bfloat16) part_row(unturned, 2 * call.pairs);
                 }
 #if defined(__AVX512BF16__)
-                if (is_laid && F == Format::bfloat16) part_query(to, 2 * call.pairs);
+                if (is_laid && F == Format::bfloat16) part_row(to, 2 * call.pairs);
                 if (is_narrow)  // in place: they take half the room
                     for (std::size_t i = 0; i < sizes.key_width; i += 16)
                         store_half((std::uint16_t *)to + i, load<Floats>(to + i));

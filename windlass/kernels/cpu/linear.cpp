@@ -30,6 +30,16 @@ constexpr int AHEAD = 4;  // lines of a row that are asked for before they are r
 // Sums stay in registers only where each of them has a name: all loops over them are unrolled.
 #define UNROLLED _Pragma("GCC unroll 16")
 
+// The longest rows while which the next ones are called into the second cache. The first Zen reads long ones a sixth slower so.
+inline std::int64_t most_far_bytes() {
+#if defined(__AVX2__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_is("znver1")) return 2048;
+#endif
+    return INT64_MAX;
+}
+const std::int64_t MOST_FAR_BYTES = most_far_bytes();
+
 // Calls `add(i)` for each full step of a row of `lines` lines, each of `steps` steps. Rows lie one after the
 // other. At the end of these rows the first lines of the next ones are asked for. The next ones themselves come into
 // the cache below meanwhile, in the order in which they lie, if these rows are read for the first time (`is_first`).
@@ -40,7 +50,7 @@ inline void stream(const std::uint8_t *rows, std::int64_t row_bytes, int lines, 
         const std::uint8_t *ahead = next < lines ? rows + std::int64_t(next) * LINE
                                                  : rows + std::int64_t(next - lines) * LINE + ROWS_HERE * row_bytes;
         for (int r = 0; r < ROWS_HERE; ++r) __builtin_prefetch(ahead + r * row_bytes);
-        if (is_first) {
+        if (is_first && row_bytes <= MOST_FAR_BYTES) {
             const std::uint8_t *below = rows + ROWS_HERE * (row_bytes + std::int64_t(line) * LINE);
             for (int r = 0; r < ROWS_HERE; ++r) __builtin_prefetch(below + r * LINE, 0, 2);
         }
@@ -86,6 +96,7 @@ inline void put_result(const Linear &call, int row, int token, float sum) {
 template <Format F, bool IN_PAIRS>
 struct Product {
     typedef float Input;
+    static constexpr bool HAS_PARTS = false;
     static constexpr int WIDTH = LANES;
     static constexpr int BYTES = F == Format::float32 ? 4 : F == Format::int8 ? 1 : 2;
     static Floats add(Floats sum, const std::uint8_t *weights, const Input *inputs) {
@@ -93,6 +104,21 @@ struct Product {
     }
     static float one(const std::uint8_t *weights, const Input *input) { return Row<F>::one(weights, 0, 0) * *input; }
 };
+// ...or two vectors of them, where inputs are parted as bfloat16 is without a shuffle...
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <>
+struct Product<Format::bfloat16, false> {
+    typedef float Input;
+    static constexpr bool HAS_PARTS = true;
+    static constexpr int WIDTH = 2 * LANES, BYTES = 2;
+    static Floats add(Floats sum, const std::uint8_t *weights, const Input *inputs) {
+        Floats even, odd;
+        load_parted(weights, even, odd);
+        return sum + even * load<Floats>(inputs) + odd * load<Floats>(inputs + LANES);
+    }
+    static float one(const std::uint8_t *weights, const Input *input) { return Row<Format::bfloat16>::one(weights, 0, 0) * *input; }
+};
+#endif
 // ...or in pairs of bfloat16.
 #if defined(__AVX512BF16__)
 template <>
@@ -188,11 +214,17 @@ void linear_part(const Linear &call, float *scratch) {
     }
 #endif
     const float *inputs = reinterpret_cast<const float *>(call.inputs);
-    if (call.float_format != Format::float32) {
-        constexpr std::int64_t SOME = 64;
-        const std::int64_t count = std::int64_t(call.tokens) * call.in;
+    const bool has_parts = call.format == Format::bfloat16 && Product<Format::bfloat16, false>::HAS_PARTS;
+    if (call.float_format != Format::float32 || has_parts) {
+        constexpr int SOME = 64;
+        const int chunks = (call.in + SOME - 1) / SOME;
 #pragma omp for schedule(static)
-        for (std::int64_t i = 0; i < count; i += SOME) read_row(call.float_format, call.inputs + 2 * i, int(std::min(SOME, count - i)), scratch + i);
+        for (int item = 0; item < call.tokens * chunks; ++item) {
+            const int first = item % chunks * SOME, count = std::min(SOME, call.in - first);
+            const std::int64_t at = std::int64_t(item / chunks) * call.in + first;
+            read_row(call.float_format, call.inputs + at * (call.float_format == Format::float32 ? 4 : 2), count, scratch + at);
+            if (has_parts) part_row(scratch + at, count);
+        }
         inputs = scratch;
     }
     switch (call.format) {

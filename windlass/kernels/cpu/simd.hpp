@@ -465,6 +465,14 @@ inline void join_parts(Floats &even, Floats &odd, std::index_sequence<I...>) {
 }
 inline void part(Floats &a, Floats &b) { part(a, b, std::make_index_sequence<LANES>{}); }
 inline void join_parts(Floats &even, Floats &odd) { join_parts(even, odd, std::make_index_sequence<LANES>{}); }
+// The same of every two whole vectors of a row.
+inline void part_row(float *row, int count) {
+    for (int i = 0; i + 2 * LANES <= count; i += 2 * LANES) {
+        Floats low = load<Floats>(row + i), high = load<Floats>(row + i + LANES);
+        part(low, high);
+        store(row + i, low), store(row + i + LANES, high);
+    }
+}
 // The even and the odd ones of two vectors of bfloat16, as float32.
 inline void load_parted(const void *from, Floats &even, Floats &odd) {
     const Words both = load<Words>(from);

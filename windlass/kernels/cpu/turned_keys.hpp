@@ -16,14 +16,6 @@ inline void lay_row(std::int64_t position, int pairs, const float *cos, const fl
             out += LAID;
         }
 }
-// Of LAID channels of a rotated key the even ones stand first. The query is put into the same order.
-inline void part_query(float *numbers, int rotated) {
-    for (int i = 0; i < rotated; i += LAID) {
-        Floats low = load<Floats>(numbers + i), high = load<Floats>(numbers + i + LANES);
-        part(low, high);
-        store(numbers + i, low), store(numbers + i + LANES, high);
-    }
-}
 // Calls `put` with channels of a query that is rotated already, rotated back by a row of the tables as they are laid.
 template <class Put>
 inline void turn_back(const float *query, const float *row, int pairs, Put put) {
