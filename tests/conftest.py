@@ -34,6 +34,7 @@ import windlass
 from windlass import kernels
 from windlass.evals.ray_cluster import connected
 from windlass.hf.cpu_decoder import FewTokensLayer
+from windlass.kernels import cpu
 from windlass.testing import VOCABULARY, tiny_model
 
 for name in [each for each in os.environ if each.startswith("WINDLASS_") and each != "WINDLASS_CPU"]:
@@ -137,6 +138,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _cpu_is_known() -> None:
+    """The library asks for the CPU's instruction set, and warns of it, before a test puts another in its place."""
+    if cpu.instruction_sets():
+        kernels.has_decode("cpu")
 
 
 @pytest.fixture(scope="session")

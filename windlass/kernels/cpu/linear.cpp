@@ -214,16 +214,15 @@ void linear_part(const Linear &call, float *scratch) {
     }
 #endif
     const float *inputs = reinterpret_cast<const float *>(call.inputs);
-    const bool has_parts = call.format == Format::bfloat16 && Product<Format::bfloat16, false>::HAS_PARTS;
-    if (call.float_format != Format::float32 || has_parts) {
+    if (call.float_format != Format::float32) {
         constexpr int SOME = 64;
         const int chunks = (call.in + SOME - 1) / SOME;
 #pragma omp for schedule(static)
         for (int item = 0; item < call.tokens * chunks; ++item) {
             const int first = item % chunks * SOME, count = std::min(SOME, call.in - first);
             const std::int64_t at = std::int64_t(item / chunks) * call.in + first;
-            read_row(call.float_format, call.inputs + at * (call.float_format == Format::float32 ? 4 : 2), count, scratch + at);
-            if (has_parts) part_row(scratch + at, count);
+            read_row(call.float_format, call.inputs + 2 * at, count, scratch + at);
+            if (call.format == Format::bfloat16 && Product<Format::bfloat16, false>::HAS_PARTS) part_row(scratch + at, count);
         }
         inputs = scratch;
     }
