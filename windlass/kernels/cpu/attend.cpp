@@ -329,8 +329,8 @@ class Kernel {
     bool has_turned_keys() const {
         const PackedStates &keys = call.keys;
         const int width = keys.channels;
-        return !is_narrow && F != Format::float32 && F != Format::int4 && call.near.keys && !keys.full_precision && 2 * call.pairs == width && keys.held == width &&
-               (width == 64 || width == 128) && call.group() * call.tokens <= 4;
+        return !is_narrow && F != Format::float32 && F != Format::int4 && call.near.keys && !keys.full_precision && 2 * call.pairs == width &&
+               keys.held == width && (width == 64 || width == 128) && call.group() * call.tokens <= 4;
     }
     // Whether blocks are laid out in tiles that all queries read.
     bool has_tiles() const {
@@ -371,14 +371,16 @@ class Kernel {
     // The same of slots at positions that follow each other: the first rows of the tables rotate their keys.
     void multiply_steady_run(int row, int head, int at, std::size_t place, int count, std::ptrdiff_t ahead, ThreadBuffers buffers, float *out) const {
         const int shared = call.group() * call.tokens, first = at % BLOCK;
-        const auto next = [&](const PackedStates &packed, int j) { return Ahead{packed.data + (std::ptrdiff_t(place) + j + ahead) * std::ptrdiff_t(packed.row_bytes), packed.row_bytes}; };
+        const auto next = [&](const PackedStates &packed, int j) {
+            return Ahead{packed.data + (std::ptrdiff_t(place) + j + ahead) * std::ptrdiff_t(packed.row_bytes), packed.row_bytes};
+        };
         for (int j = 0, some; j < count; j += some) {  // as many as share a row
             const int lane = (first + j) % STEADY;
             some = std::min(STEADY - lane, count - j);
             turn_queries(row, head, (first + j) / STEADY, buffers);
             const auto multiply = [&](auto width, auto queries) {
-                multiply_turned<F, width.value, queries.value>(call.keys, place + j, head, some, buffers.steady + lane * width.value, buffers.turned, next(call.keys, j), next(call.values, j),
-                                                               out + j);
+                multiply_turned<F, width.value, queries.value>(call.keys, place + j, head, some, buffers.steady + lane * width.value,
+                                                               buffers.turned, next(call.keys, j), next(call.values, j), out + j);
             };
             const auto multiply_queries = [&](auto width) {
                 if (shared == 1) multiply(width, std::integral_constant<int, 1>{});

@@ -51,18 +51,18 @@ inline void activate(DecoderLayer::Activation activation, Floats (&x)[COUNT]) {
     exponentials(e);
     for (int k = 0; k < COUNT; ++k) x[k] *= (t[k] < 0.0f ? e[k] : all(1.0f)) / (e[k] + 1.0f);
 }
-// gate = activated(gate) * up, COUNT vectors of numbers, of which the last has `last`.
+// gate = activation of gate * up, COUNT vectors from `at` on, of `width` numbers each.
 template <Format F, int COUNT>
-inline void gate_some(DecoderLayer::Activation activation, std::uint8_t *gate, const std::uint8_t *up, std::int64_t at, int last) {
+inline void gate_some(DecoderLayer::Activation activation, std::uint8_t *gate, const std::uint8_t *up, std::int64_t at, int width) {
     Floats x[COUNT];
-    for (int k = 0; k < COUNT; ++k) x[k] = lanes_of<F>(gate, at + k * LANES, last);
+    for (int k = 0; k < COUNT; ++k) x[k] = lanes_of<F>(gate, at + k * LANES, width);
     activate(activation, x);
-    for (int k = 0; k < COUNT; ++k) put_lanes<F>(gate, at + k * LANES, rounded_lanes<F>(x[k]) * lanes_of<F>(up, at + k * LANES, last), last);
+    for (int k = 0; k < COUNT; ++k) put_lanes<F>(gate, at + k * LANES, rounded_lanes<F>(x[k]) * lanes_of<F>(up, at + k * LANES, width), width);
 }
 // The same of numbers one after the other.
 template <Format F>
 inline void gated(DecoderLayer::Activation activation, std::uint8_t *gate, const std::uint8_t *up, std::int64_t count) {
-    constexpr int COUNT = 4;  // that the latency of one hides behind the others
+    constexpr int COUNT = 4;  // each waits for its own steps alone, while the others go on
     const std::int64_t whole = count / (COUNT * LANES);
 #pragma omp for schedule(static) nowait
     for (std::int64_t i = 0; i < whole; ++i) gate_some<F, COUNT>(activation, gate, up, i * COUNT * LANES, LANES);

@@ -125,10 +125,7 @@ struct Ahead {
     std::size_t row_bytes;
 
     // Asks for slots `from` to `to`.
-    [[gnu::always_inline]] void fetch(int from, int to) const {
-        const std::uint8_t *row = rows + from * row_bytes, *end = rows + to * row_bytes;
-        for (; row < end; row += 64) __builtin_prefetch(row, 0, 2);  // as far as the second cache
-    }
+    [[gnu::always_inline]] void fetch(int from, int to) const { windlass::WINDLASS_SET::fetch(rows + from * row_bytes, (to - from) * row_bytes); }
 };
 
 template <Format F>

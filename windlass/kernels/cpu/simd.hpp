@@ -358,7 +358,7 @@ inline auto sum_of(V v) {
 template <int COUNT>
 [[gnu::always_inline]] inline void exponentials(Floats (&x)[COUNT]) {
     const Floats low = all(-87.0f);
-    Floats n[COUNT], f[COUNT], r[COUNT], p[COUNT];
+    Floats f[COUNT], r[COUNT], p[COUNT];
     const auto each = [](auto step) __attribute__((always_inline)) {
 #pragma GCC unroll 8
         for (int k = 0; k < COUNT; ++k) step(k);
@@ -367,7 +367,8 @@ template <int COUNT>
 #if defined(__AVX512F__)
     each([&](int k) { f[k] = (Floats)_mm512_roundscale_ps((__m512)(r[k] * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); });
 #else
-    constexpr float WHOLE = 12582912.0f;  // added to a number it leaves a whole one in the lowest bits
+    constexpr float WHOLE = 12582912.0f;  // 1.5 * 2^23: added to a number, it rounds that to a whole one in the lowest bits
+    Floats n[COUNT];
     each([&](int k) { n[k] = r[k] * 1.44269504f + WHOLE; });
     each([&](int k) { f[k] = n[k] - WHOLE; });
 #endif
