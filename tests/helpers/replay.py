@@ -261,8 +261,10 @@ def seconds(ids: Tokenizer, files: Sequence[Path], servers: dict[str, str], coun
     """Seconds of each turn of loops until a token is there, at each server in turn, by whether its history was edited.
 
     The server that is asked first changes from turn to turn. A turn without an edit begins with the messages before it.
+    Last come, for each other server, the quartiles of its seconds over those of the first one for the same turn.
     """
     found = defaultdict[tuple[str, bool, str], list[tuple[float, int]]](list)
+    ratios, (first, *others) = defaultdict[tuple[bool, str], list[float]](list), servers
     models = {
         name: json.load(urllib.request.urlopen(f"{url}/v1/models"))["data"][0]["id"] for name, url in servers.items()
     }
@@ -273,10 +275,14 @@ def seconds(ids: Tokenizer, files: Sequence[Path], servers: dict[str, str], coun
             loop.turn()
             sent = loop.sent
             size, is_edited = len(ids(" ".join(each["content"] for each in sent))), sent[: len(before)] != before
+            taken = dict[str, float]()
             for name in sorted(servers, key=lambda name: (list(servers).index(name) + turn) % len(servers)):
-                taken = asked(servers[name], models[name], sent)
-                if turn:
-                    found[habit, is_edited, name].append((taken, size))
+                taken[name] = asked(servers[name], models[name], sent)
+            if turn:
+                for name in servers:
+                    found[habit, is_edited, name].append((taken[name], size))
+                for name in others:
+                    ratios[is_edited, name].append(taken[name] / taken[first])
             loop.answer()
             before = sent
     for (habit, is_edited, name), rows in found.items():
@@ -286,6 +292,9 @@ def seconds(ids: Tokenizer, files: Sequence[Path], servers: dict[str, str], coun
             "tokens": statistics.mean(row[1] for row in rows),
         }
         print(json.dumps(told))
+    for (is_edited, name), each in ratios.items():
+        quartiles = statistics.quantiles(each, n=4)
+        print(json.dumps({"edited": is_edited, "server": name, "turns": len(each), f"to {first}": quartiles}))
 
 
 def asked(url: str, model: str, messages: Sequence[dict[str, str]]) -> float:

@@ -109,7 +109,7 @@ def test_what_is_typed_is_what_is_served() -> None:
     assert (made.options.budget, repr(made.options.policy), made.options.store.name) == (1024, "Recent()", "int8")
     assert (made.reuse_bytes, made.settings.reuse) == (2048, PREFIX)
     other = options_of(MODEL, {"recall": 16}, ServeArguments(recall_bytes="3MiB"))
-    assert (other.options.recall, other.limits.recall_bytes, other.reuse_bytes) == (16, 3 << 20, 0)
+    assert (other.options.recall, other.limits.recall_bytes, other.reuse_bytes) == (16, 3 << 20, 1 << 30)
     assert options_of(MODEL, {}, ServeArguments(reuse_mode="edited(16)")).settings.reuse == ReuseMode("edited", 16)
     with pytest.raises(UsageError, match=r"reuse='all' is no mode\. Use one of: exact, prefix, edited"):
         options_of(MODEL, {}, ServeArguments(reuse_mode="all"))
@@ -129,7 +129,10 @@ def test_a_folder_for_what_is_kept(tmp_path: Path) -> None:
     assert (made.reuse_folder, made.disk_bytes) == (tmp_path, 3 << 20)
     assert made.settings.salt == made.settings.salt == (tmp_path / "windlass.salt").read_bytes()
     with pytest.raises(UsageError, match=r"needs memory beside it\. Give --reuse"):
-        options_of(MODEL, {}, ServeArguments(reuse_folder=tmp_path))
+        options_of(MODEL, {}, ServeArguments(reuse="0", reuse_folder=tmp_path))
+    with pytest.raises(UsageError, match=r"--reuse-mode edited\(64\) has nothing to use without memory\. Give --reuse"):
+        options_of(MODEL, {}, ServeArguments(reuse="0", reuse_mode="edited"))
+    assert options_of(MODEL, {}, ServeArguments(), is_parallel=True).reuse_bytes == 0
     with pytest.raises(UsageError, match=r"is no folder\. Make it first"):
         options_of(MODEL, {}, ServeArguments(reuse="1KiB", reuse_folder=tmp_path / "none"))
 

@@ -70,7 +70,8 @@ Reuse = Annotated[
     Option(
         "--reuse",
         metavar="SIZE",
-        help="Memory for cached prefixes of prompts, as 64MiB. Each prefix is then read once.",
+        help="Memory for texts that have been read, so that the next turn reads its new tokens alone. 0 for none. "
+        "(default: 1GiB, none with --tensor-parallel)",
     ),
 ]
 ReuseModeText = Annotated[
@@ -170,7 +171,7 @@ def serve(
         from windlass.hf.load import load as load_model
         from windlass.serve import run
 
-    options = options_of(model, limits, asked)
+    options = options_of(model, limits, asked, is_parallel)
     if asked.replicas is not None:
         with terminal.quiet(is_quiet):
             return serve_replicas(model, load, options, asked.replicas, asked.ray or LOCAL)
@@ -211,7 +212,7 @@ def check_replicas(asked: ServeArguments, is_parallel: bool) -> None:
         raise UsageError("--tensor-parallel and --replicas can't be combined. Leave one of them out")
 
 
-def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "ServeOptions":
+def options_of(model: str, limits: CacheValues, asked: ServeArguments, is_parallel: bool = False) -> "ServeOptions":
     """Return the options of the server. Raises: UsageError for an option that cannot be honoured."""
     from windlass.cli.session import cache_options, kinds_of
     from windlass.engine.request import EngineLimits, ReuseMode
@@ -220,6 +221,7 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "Serve
 
     first: dict[str, Any] = {"budget": BUDGET, "sinks": SYSTEM} | limits
     options, kinds = cache_options(first), kinds_of(asked.kinds or (), first)
+    reuse = asked.reuse or ("0" if is_parallel else "1GiB")
     if asked.disk is not None and asked.reuse_folder is None:
         raise UsageError(f"--disk {asked.disk} is of files in --reuse-folder. Name a folder, or leave it out")
     return ServeOptions(
@@ -237,7 +239,7 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "Serve
         port=asked.port,
         keys=tuple(asked.keys or ()),
         stop_seconds=asked.stop_seconds,
-        reuse_bytes=0 if asked.reuse is None else parse_bytes("--reuse", asked.reuse),
+        reuse_bytes=0 if reuse == "0" else parse_bytes("--reuse", reuse),
         reuse=ReuseMode.of(asked.reuse_mode),
         is_shown=asked.is_shown,
         kinds=kinds,

@@ -213,7 +213,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         """Raises: UsageError for an address that others can reach without a key, a malformed key or origin, rows that
-        cannot be, or a folder without memory for reuse."""
+        cannot be, or a folder or a mode of reuse without memory for it."""
         check_address(self.host, self.keys)
         check_origins(self.origins)
         check_drafts_name(self.speculate)
@@ -222,6 +222,8 @@ class ServeOptions:
             check_folder(self.reuse_folder, "--reuse-folder")
             if not self.reuse_bytes:
                 raise UsageError("--reuse-folder needs memory beside it. Give --reuse 64MiB, or leave the folder out")
+        if not self.reuse_bytes and self.reuse != PREFIX:
+            raise UsageError(f"--reuse-mode {self.reuse} has nothing to use without memory. Give --reuse 64MiB")
 
     @property
     def all_rows(self) -> list[tuple[int, CacheOptions]]:
