@@ -23,22 +23,14 @@ namespace {
 
 #include "simd.hpp"
 
-constexpr int ROWS = 8;   // of weights, side by side: streams that the memory serves at once
-constexpr int LINE = 64;  // bytes of a cache line
-constexpr int AHEAD = 4;  // lines of a row that are asked for before they are read
+constexpr int ROWS = 8;     // of weights, side by side, with AVX-512
+constexpr int STREAMS = 4;  // of weights that a thread reads at once, elsewhere
+constexpr int LINE = 64;    // bytes of a cache line
+constexpr int AHEAD = 4;    // lines of a row that are asked for before they are read, with AVX-512
+constexpr int SOON = 640;   // bytes of a stream, elsewhere
 
 // Sums stay in registers only where each of them has a name: all loops over them are unrolled.
 #define UNROLLED _Pragma("GCC unroll 16")
-
-// The longest rows while which the next ones are called into the second cache. The first Zen reads long ones a sixth slower so.
-inline std::int64_t most_far_bytes() {
-#if defined(__AVX2__)
-    __builtin_cpu_init();
-    if (__builtin_cpu_is("znver1")) return 2048;
-#endif
-    return INT64_MAX;
-}
-const std::int64_t MOST_FAR_BYTES = most_far_bytes();
 
 // Calls `add(i)` for each full step of a row of `lines` lines, each of `steps` steps. Rows lie one after the
 // other. At the end of these rows the first lines of the next ones are asked for. The next ones themselves come into
@@ -50,10 +42,24 @@ inline void stream(const std::uint8_t *rows, std::int64_t row_bytes, int lines, 
         const std::uint8_t *ahead = next < lines ? rows + std::int64_t(next) * LINE
                                                  : rows + std::int64_t(next - lines) * LINE + ROWS_HERE * row_bytes;
         for (int r = 0; r < ROWS_HERE; ++r) __builtin_prefetch(ahead + r * row_bytes);
-        if (is_first && row_bytes <= MOST_FAR_BYTES) {
+        if (is_first) {
             const std::uint8_t *below = rows + ROWS_HERE * (row_bytes + std::int64_t(line) * LINE);
             for (int r = 0; r < ROWS_HERE; ++r) __builtin_prefetch(below + r * LINE, 0, 2);
         }
+        for (int step = 0; step < steps; ++step) add(line * steps + step);
+    }
+}
+
+// The same for rows `apart` bytes from each other, each of which goes on in the next row. Lines of streams that are read
+// `once` pass by the caches below, which keep what other code reads.
+template <int ROWS_HERE, class Add>
+inline void stream_apart(const std::uint8_t *rows, std::int64_t apart, int lines, int steps, bool is_first, bool is_once, Add add) {
+    for (int line = 0; line < lines; ++line) {
+        const std::uint8_t *ahead = rows + std::int64_t(line) * LINE + SOON;
+        if (is_first && is_once)
+            for (int r = 0; r < ROWS_HERE; ++r) __builtin_prefetch(ahead + r * apart, 0, 0);
+        else if (is_first)
+            for (int r = 0; r < ROWS_HERE; ++r) __builtin_prefetch(ahead + r * apart);
         for (int step = 0; step < steps; ++step) add(line * steps + step);
     }
 }
@@ -78,6 +84,23 @@ inline void all_outputs(Kernel &kernel, const Linear &call) {
         else
             for (int row = first; row < call.out; ++row) outputs_of<Kernel, 1>(kernel, call, row);
     }
+}
+// The same by `kernel.outputs<rows, tokens>(row, token, rows from one to the next)`: rows far from each other, so that
+// each of them is a stream that goes on.
+template <class Kernel, int R>
+inline void outputs_apart(Kernel &kernel, const Linear &call, int row, int apart) {
+    constexpr int T = Kernel::TOKENS;
+    int token = 0;
+    for (; token + T <= call.tokens; token += T) kernel.template outputs<R, T>(row, token, apart);
+    for (; token < call.tokens; ++token) kernel.template outputs<R, 1>(row, token, apart);
+}
+template <class Kernel>
+inline void all_outputs_apart(Kernel &kernel, const Linear &call) {
+    const std::int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
+    const int first = int(call.out * thread / threads), last = int(call.out * (thread + 1) / threads);
+    const int apart = (last - first) / STREAMS;
+    for (int row = first; row < first + apart; ++row) outputs_apart<Kernel, STREAMS>(kernel, call, row, apart);
+    for (int row = first + STREAMS * apart; row < last; ++row) outputs_apart<Kernel, 1>(kernel, call, row, 1);
 }
 
 inline float scale_of(const Linear &call, int row) { return number(call.scale_format, call.scales, row); }
@@ -141,16 +164,22 @@ class FloatLinear {
     static constexpr int STEPS = P::WIDTH * P::BYTES < LINE ? LINE / (P::WIDTH * P::BYTES) : 1;
 
   public:
-    static constexpr int TOKENS = LANES / 4;  // whose sums, with half of ROWS, the registers hold
+    static constexpr int TOKENS = LANES / 4;  // whose sums, with STREAMS or half of ROWS, the registers hold
 
     FloatLinear(const Linear &call, const Input *inputs) : call(call), inputs(inputs), in(call.in) {}
 
-    void run() { all_outputs(*this, call); }
+    void run() {
+#if defined(__AVX512F__)
+        all_outputs(*this, call);
+#else
+        all_outputs_apart(*this, call);
+#endif
+    }
 
     template <int R, int T>
-    void outputs(int row, int token) {
-        const std::int64_t row_bytes = in * P::BYTES;
-        const std::uint8_t *weights = call.weights + row * row_bytes;
+    void outputs(int row, int token, int apart = 1) {
+        const std::int64_t row_bytes = apart * in * P::BYTES;
+        const std::uint8_t *weights = call.weights + row * in * P::BYTES;
         const Input *from = inputs + token * in;
         Floats sums_of[R][T];
         UNROLLED for (int r = 0; r < R; ++r)
@@ -162,7 +191,11 @@ class FloatLinear {
                     sums_of[r][t] = P::add(sums_of[r][t], weights + r * row_bytes + i * P::BYTES, from + t * in + i);
         };
         const int steps = int(in / P::WIDTH), lines = steps / STEPS;
+#if defined(__AVX512F__)
         stream<R>(weights, row_bytes, lines, STEPS, token == 0, add);
+#else
+        stream_apart<R>(weights, row_bytes, lines, STEPS, token == 0, token + T == call.tokens, add);
+#endif
         for (int step = lines * STEPS; step < steps; ++step) add(step);
         float results[R][T];
         UNROLLED for (int r = 0; r < R; ++r)
@@ -172,7 +205,7 @@ class FloatLinear {
                 float sum = results[r][t];
                 for (std::int64_t i = std::int64_t(steps) * P::WIDTH; i < in; ++i)
                     sum += P::one(weights + r * row_bytes + i * P::BYTES, from + t * in + i);
-                put_result(call, row + r, token + t, F == Format::int8 ? sum * scale_of(call, row + r) : sum);
+                put_result(call, row + r * apart, token + t, F == Format::int8 ? sum * scale_of(call, row + r * apart) : sum);
             }
     }
 

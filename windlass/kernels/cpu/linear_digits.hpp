@@ -51,12 +51,20 @@ struct RunSums {
     }
 };
 
-// Asks for the codes of some inputs before they are read: into the nearest cache, and into the next one.
-template <int BYTES>
+// Asks for the codes of some inputs before they are read: into the nearest cache, and into the next one. With AVX2 alone
+// codes that are read `ONCE` pass by the next one, which keeps what other code reads.
+template <int BYTES, bool ONCE = false>
 inline void ask_ahead(const std::uint8_t *codes) {
-    constexpr int SOON = 512, LATER = 8192;
-    UNROLLED for (int line = 0; line < BYTES; line += LINE)
-        __builtin_prefetch(codes + SOON + line), __builtin_prefetch(codes + LATER + line, 0, 2);
+#if defined(__AVX512F__)
+    constexpr bool IS_PAST = false;
+#else
+    constexpr bool IS_PAST = ONCE;
+#endif
+    constexpr int SOON = IS_PAST ? 1024 : 512, LATER = 8192;
+    UNROLLED for (int line = 0; line < BYTES; line += LINE) {
+        __builtin_prefetch(codes + SOON + line, 0, IS_PAST ? 0 : 3);
+        if (!IS_PAST) __builtin_prefetch(codes + LATER + line, 0, 2);
+    }
 }
 
 #if defined(__AVX2__)
@@ -77,7 +85,7 @@ struct RunSumsOf8 {
                                                         const std::int32_t (&excess)[T], Floats (&sums)[T][VECTORS]) {
         multiply<T>([&](int k, int chunk, Chunk &own) __attribute__((always_inline)) {
             const std::uint8_t *row = codes + k * ROW_BYTES;
-            if (chunk == 0) ask_ahead<STEP * ROW_BYTES>(row);
+            if (chunk == 0) ask_ahead<STEP * ROW_BYTES, T == 1>(row);
             read(row + chunk * CHUNK, own);
         }, run, inputs, excess, sums);
     }
