@@ -221,7 +221,7 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments, is_parall
 
     first: dict[str, Any] = {"budget": BUDGET, "sinks": SYSTEM} | limits
     options, kinds = cache_options(first), kinds_of(asked.kinds or (), first)
-    reuse = asked.reuse or ("0" if is_parallel else "1GiB")
+    reuse = ("0" if is_parallel else "1GiB") if asked.reuse is None else asked.reuse
     if asked.disk is not None and asked.reuse_folder is None:
         raise UsageError(f"--disk {asked.disk} is of files in --reuse-folder. Name a folder, or leave it out")
     return ServeOptions(

@@ -50,8 +50,8 @@ inline void stream(const std::uint8_t *rows, std::int64_t row_bytes, int lines, 
     }
 }
 
-// The same for rows `apart` bytes from each other, each of which goes on in the next row. Lines of streams that are read
-// `once` pass by the caches below, which keep what other code reads.
+// The same for rows `apart` bytes from each other, each of which goes on in the next row. Where nothing reads them again
+// (`is_once`), their lines pass by the second and third cache, which keep what other code reads.
 template <int ROWS_HERE, class Add>
 inline void stream_apart(const std::uint8_t *rows, std::int64_t apart, int lines, int steps, bool is_first, bool is_once, Add add) {
     for (int line = 0; line < lines; ++line) {
