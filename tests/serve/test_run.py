@@ -130,7 +130,7 @@ def test_a_folder_for_what_is_kept(tmp_path: Path) -> None:
     assert made.settings.salt == made.settings.salt == (tmp_path / "windlass.salt").read_bytes()
     with pytest.raises(UsageError, match=r"needs memory beside it\. Give --reuse"):
         options_of(MODEL, {}, ServeArguments(reuse="0", reuse_folder=tmp_path))
-    with pytest.raises(UsageError, match=r"--reuse-mode edited\(64\) has nothing to use without memory\. Give --reuse"):
+    with pytest.raises(UsageError, match=r"--reuse-mode edited\(64\) has no memory to use\. Give --reuse"):
         options_of(MODEL, {}, ServeArguments(reuse="0", reuse_mode="edited"))
     assert options_of(MODEL, {}, ServeArguments(), is_parallel=True).reuse_bytes == 0
     with pytest.raises(UsageError, match=r"is no folder\. Make it first"):

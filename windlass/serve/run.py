@@ -223,7 +223,7 @@ class ServeOptions:
             if not self.reuse_bytes:
                 raise UsageError("--reuse-folder needs memory beside it. Give --reuse 64MiB, or leave the folder out")
         if not self.reuse_bytes and self.reuse != PREFIX:
-            raise UsageError(f"--reuse-mode {self.reuse} has nothing to use without memory. Give --reuse 64MiB, or no mode")
+            raise UsageError(f"--reuse-mode {self.reuse} has no memory to use. Give --reuse 64MiB, or no mode")
 
     @property
     def all_rows(self) -> list[tuple[int, CacheOptions]]:
