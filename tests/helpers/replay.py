@@ -1,7 +1,7 @@
 """Edited histories of agents and chats: tokens that are read again, and the distance to a prompt read anew.
 
     python -m tests.helpers.replay scripts MODEL TEXT... [--count 1000]    # generated tool loops, tokens alone
-    python -m tests.helpers.replay distance MODEL TEXT... [--count 20] [--first 0]  # with the model
+    python -m tests.helpers.replay distance MODEL TEXT... [--count 20] [--first 0] [--turns 10]  # with the model
     python -m tests.helpers.replay summary MODEL FILE...                   # of the lines of `distance`
     python -m tests.helpers.replay seconds MODEL TEXT... --server NAME=URL... [--count 8]  # of servers, in turn
 
@@ -17,6 +17,7 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ from windlass.hf.load import load
 HABITS: Final = ("thoughts", "reminder", "pruned", "early word", "hash", "branch", "retry", "plain")
 MODES: Final = ("edited(0)", "edited(16)", "edited(64)", "edited(256)")
 FURTHER: Final = 64  # tokens whose predictions are compared
+LONGEST: Final = 8192  # tokens of a text that the model was trained on
 SINKS: Final = Sinks(4, 4)
 OPENING: Final = "<|im_start|>assistant\n"
 SYSTEM: Final = "You call tools to do what the user asks. Think before you call one, and say what you have found. " * 6
@@ -186,23 +188,29 @@ def predictions(model: PreTrainedModel, reader: Reader, further: Ids) -> torch.T
     return torch.cat([reader.logits[None], logits]).float().log_softmax(-1)
 
 
-def distance(model: PreTrainedModel, ids: Tokenizer, files: Sequence[Path], texts: range, only: str) -> None:
-    """A line for each text, edit and mode: KL of further tokens to a prompt read anew, and equal first choices."""
+def distance(
+    model: PreTrainedModel, ids: Tokenizer, files: Sequence[Path], texts: range, only: str, most: int, modes: list[str]
+) -> None:
+    """A line for each text, edit and mode: KL of further tokens to a prompt read anew, and equal first choices.
+
+    Loops have five turns at least and `most` at most.
+    """
     for number in texts:
         held: dict[tuple[tuple[Ids, ...], str], Snapshots] = {}
-        for edit, (rows, prompt, further, new) in edits(ids, files, number).items():
+        for edit, (rows, prompt, further, new) in edits(ids, files, number, most).items():
             if only not in edit:
                 continue
             fresh = predictions(model, read(model, prompt, None, PREFIX), further)
             readers = {} if only else {"anew in other chunks": read(model, prompt, None, PREFIX, (301, 777))}
-            for label in MODES:
+            for label in modes:
                 mode, key = ReuseMode.of(label), (tuple(rows), label if len(rows) > 1 else "")
                 held[key] = held.get(key) or rows_of(model, rows, mode)
                 readers[label] = read(model, prompt, held[key], mode)
             for label, reader in readers.items():
                 read_again, own = len(prompt) - reader.cached - new, predictions(model, reader, further)
                 kl, is_equal = (fresh.exp() * (fresh - own)).sum(-1), fresh.argmax(-1) == own.argmax(-1)
-                told = {"text": number, "edit": edit, "reuse": label, "prompt": len(prompt), "again": read_again}
+                told = {"text": number, "edit": edit, "reuse": label, "turns": len(rows) + 1}
+                told |= {"prompt": len(prompt), "again": read_again}
                 told |= {"equal": float(is_equal.float().mean()), "kl": [round(each, 6) for each in kl.tolist()]}
                 print(json.dumps(told), flush=True)
 
@@ -229,10 +237,10 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     return statistics.mean(values), means[50], means[1949]
 
 
-def edits(ids: Tokenizer, files: Sequence[Path], number: int) -> dict[str, tuple[list[Ids], Ids, Ids, int]]:
+def edits(ids: Tokenizer, files: Sequence[Path], number: int, most: int) -> dict[str, tuple[list[Ids], Ids, Ids, int]]:
     """Texts, one after the other, the prompt that they become, its further text, and the number of its new tokens.
 
-    Three single edits of a text about a novel, and a loop of one habit.
+    Three single edits of a text about a novel, and a loop of one habit, which ends where the model's window does.
     """
     words = prose([files[number % len(files)]], random.Random(number))
     system, reminder = str(Message("system", SYSTEM)), str(Message("user", f"Remember: {words(40)}"))
@@ -243,7 +251,8 @@ def edits(ids: Tokenizer, files: Sequence[Path], number: int) -> dict[str, tuple
     moved = e.removesuffix(OPENING) + reminder + OPENING
     draw, habit = random.Random(number), HABITS[number % len(HABITS)]
     loop = Loop(habit, prose(files, draw), draw)
-    *before, (prompt, answer, new) = loop.turns(ids, draw.randrange(5, 11))
+    turns = loop.turns(ids, draw.randrange(5, most + 1))
+    *before, (prompt, answer, new) = takewhile(lambda turn: len(turn[0] + turn[1]) <= LONGEST, turns)
     return {
         "a turn is dropped": ([whole], ids(system + a + d + e), further, 0),
         "an early word is changed": ([whole], ids(other + a + b + c + d + e), further, 0),
@@ -318,6 +327,8 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first text of `distance`")
     parser.add_argument("--server", action="append", default=[], help="NAME=URL, several times")
     parser.add_argument("--only", default="", help="edits of `distance`, by a part of their names")
+    parser.add_argument("--turns", type=int, default=10, help="most turns of its loops")
+    parser.add_argument("--mode", action="append", help="of reuse, several times (default: all)")
     given = parser.parse_args()
     if given.what == "summary":
         summary(given.texts)
@@ -335,6 +346,8 @@ def main() -> None:
             given.texts,
             range(given.first, given.first + given.count),
             given.only,
+            given.turns,
+            given.mode or [*MODES],
         )
 
 

@@ -49,11 +49,12 @@ def exact(call: LinearInput) -> Tensor:
 
 
 def is_rounded(call: LinearInput) -> bool:
-    """Inputs of bfloat16 are, for codes of 4 bits, and with AVX2 for codes of 8 bits in groups."""
-    weights = call.layer.weights
-    if not isinstance(weights, GroupCodes) or call.inputs.dtype is not torch.bfloat16:
+    """Inputs of bfloat16 are, for codes of 4 bits, and for codes of 8 bits in groups where no panel is decoded."""
+    weights, dtype = call.layer.weights, call.inputs.dtype
+    if not isinstance(weights, GroupCodes) or dtype is not torch.bfloat16:
         return False
-    return cpu.can_multiply(call) and (weights.bits == 4 or cpu.instruction_set() != "plain")
+    has_panels = cpu.has_panels(call.layer, dtype) and call.rows > cpu.MAX_ROWS
+    return cpu.can_multiply(call) and not has_panels and (weights.bits == 4 or cpu.instruction_set() != "plain")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -86,7 +87,8 @@ def test_many_rows_are_multiplied_by_panels_of_the_weights(
         assert kernels.needs_panels(call) is (kind != "floats" or cpu.product_dtype(call.inputs) is not dtype)
         is_slow = dtype.itemsize == 2 and kernels.needs_panels(call)
         most = cpu.most_rows(call.layer, dtype)
-        assert cpu.can_multiply(call) is (is_slow and (most is None or rows <= most))
+        has_panels = cpu.has_panels(call.layer, dtype)
+        assert cpu.can_multiply(call) is (has_panels or (is_slow and (most is None or rows <= most)))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -108,9 +110,10 @@ def test_no_row_depends_on_the_others_or_on_the_number_of_threads(dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("instruction_set")
-def test_no_row_of_many_depends_on_the_others(dtype: torch.dtype) -> None:
-    call, threads = made((261, 29, 717), dtype, "floats", True), torch.get_num_threads()
+def test_no_row_of_many_depends_on_the_others(dtype: torch.dtype, kind: str) -> None:
+    call, threads = made((261, 29, 717), dtype, kind, True), torch.get_num_threads()
     together = cpu.linear(call)
     torch.set_num_threads(3)
     try:
@@ -257,10 +260,13 @@ def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
         ("int4 in 64", torch.bfloat16, "avx512", False, None),
         ("int4 in 32", torch.bfloat16, "avx2", False, None),
         ("int4 in 32", torch.bfloat16, "plain", False, cpu.MANY_ROWS),
-        ("groups of 8", torch.bfloat16, "avx2", False, cpu.MANY_ROWS),
+        ("groups of 8", torch.bfloat16, "avx2", False, None),
+        ("groups of 8", torch.bfloat16, "avx512", False, cpu.MANY_ROWS),
+        ("groups of 4", torch.float32, "avx2", False, None),
+        ("int4 in 64", torch.float16, "avx2", False, None),
         ("int4 in 64", torch.float16, "avx512_bf16", False, cpu.MANY_ROWS),
         ("int8", torch.bfloat16, "avx512_bf16", False, cpu.MANY_ROWS),
-        ("int8", torch.bfloat16, "avx2", False, cpu.MANY_ROWS),
+        ("int8", torch.bfloat16, "avx2", False, None),
         ("floats", torch.bfloat16, "avx2", False, None),
         ("floats", torch.float16, "avx2", False, None),
         ("floats", torch.bfloat16, "avx512", False, cpu.MANY_ROWS),

@@ -209,26 +209,26 @@ def _attend(call: AttentionInput, some: int) -> tuple[Attended, Mass | None]:
 def can_multiply(call: LinearInput) -> bool:
     """Return True if `linear` knows these tensors, which are in a CPU's memory, and is fastest for so few rows.
 
-    Up to `most_rows` rows of 16 bits go through it, where weights are codes or PyTorch is slow.
+    Up to `most_rows` rows go through it where it has panels, or inputs have 16 bits and weights are codes or PyTorch is slow.
     """
     layer, dtype = call.layer, call.inputs.dtype
     is_slow = dtype.itemsize == 2 and (layer.is_coded or product_dtype(call.inputs) is not dtype)
-    most = most_rows(layer, dtype) if is_slow else MAX_ROWS
+    most = most_rows(layer, dtype) if is_slow or has_panels(layer, dtype) else MAX_ROWS
     return call.rows > 0 and (most is None or call.rows <= most) and knows_linear(layer, dtype)
 
 
 def most_rows(layer: LinearLayer, dtype: torch.dtype) -> int | None:
-    """The most rows of 16 bits that `linear` multiplies faster than PyTorch (None: any number)."""
+    """The most rows that `linear` multiplies faster than PyTorch (None: any number)."""
     has_tiles = torch.cpu._is_amx_tile_supported()
     is_fast = has_panels(layer, dtype) or (has_digits(layer, dtype) and not has_tiles)
     return None if is_fast else MANY_ROWS
 
 
 def has_panels(layer: LinearLayer, dtype: torch.dtype) -> bool:
-    """Return True if `linear` widens panels of the weights for many rows, as it does where only float32 is fast."""
+    """Return True if `linear` widens or decodes panels of the weights for many rows, as where only float32 is fast."""
     weights = layer.weights
-    is_float = isinstance(weights, Tensor) and weights.dtype is dtype
-    return is_float and dtype.itemsize == 2 and instruction_set() == "avx2"
+    is_float = isinstance(weights, Tensor) and weights.dtype is dtype and dtype.itemsize == 2
+    return (layer.is_coded or is_float) and instruction_set() == "avx2" and not has_digits(layer, dtype)
 
 
 def has_digits(layer: LinearLayer, dtype: torch.dtype) -> bool:

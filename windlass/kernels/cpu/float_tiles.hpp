@@ -28,7 +28,7 @@ template <class Tile, int ROWS, int VECTORS, bool IS_SUM>
 inline void multiply_tile(const typename Tile::Number *rows, std::size_t stride, const typename Tile::Number *tile, int width, int depth, float *sums, std::size_t sum_stride) {
     Floats own[ROWS][VECTORS];
     for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < VECTORS; ++v) own[r][v] = IS_SUM ? load<Floats>(sums + r * sum_stride + v * LANES) : Floats{};
+        for (int v = 0; v < VECTORS; ++v) own[r][v] = Floats{};
     for (int p = 0; p < depth; ++p, tile += width) {
         typename Tile::Column columns[VECTORS];
         for (int v = 0; v < VECTORS; ++v) columns[v] = Tile::column(tile + v * LANES);
@@ -39,7 +39,10 @@ inline void multiply_tile(const typename Tile::Number *rows, std::size_t stride,
         }
     }
     for (int r = 0; r < ROWS; ++r)
-        for (int v = 0; v < VECTORS; ++v) store(sums + r * sum_stride + v * LANES, own[r][v]);
+        for (int v = 0; v < VECTORS; ++v) {
+            float *to = sums + r * sum_stride + v * LANES;
+            store(to, IS_SUM ? load<Floats>(to) + own[r][v] : own[r][v]);  // last, so that many sums are of few numbers
+        }
 }
 // The same of `count` rows.
 template <class Tile, int VECTORS, bool IS_SUM>

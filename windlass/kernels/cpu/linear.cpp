@@ -216,12 +216,16 @@ class FloatLinear {
 };
 
 #include "float_tiles.hpp"
-#include "linear_panels.hpp"
 #include "linear_int8.hpp"
 #include "linear_groups.hpp"
+#include "linear_panels.hpp"
 
 // One thread's part of a linear layer. All threads of a parallel region call it, and must meet after it.
 void linear_part(const Linear &call, float *scratch) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    const bool has_digits = call.pairs && call.format == Format::int4 && call.float_format == Format::bfloat16;
+    if (!has_digits && call.tokens >= PanelLinear::FEWEST) return PanelLinear(call, scratch).run();
+#endif
     if (call.pairs) switch (call.float_format) {
             case Format::bfloat16:
                 return linear_groups<Format::bfloat16>(call, scratch);
@@ -233,12 +237,6 @@ void linear_part(const Linear &call, float *scratch) {
 #if defined(__AVX512BF16__)
     if (call.format == Format::bfloat16 && call.float_format == Format::bfloat16)
         return FloatLinear<Format::bfloat16, true>(call, reinterpret_cast<const std::uint16_t *>(call.inputs)).run();
-#endif
-#if defined(__AVX2__) && !defined(__AVX512F__)
-    if (call.format == call.float_format && call.tokens >= PanelLinear<Format::bfloat16>::FEWEST) {
-        if (call.format == Format::bfloat16) return PanelLinear<Format::bfloat16>(call, scratch).run();
-        if (call.format == Format::float16) return PanelLinear<Format::float16>(call, scratch).run();
-    }
 #endif
 #if defined(__AVX512VNNI__)
     if (call.format == Format::int8 && call.in <= DigitLinear<Format::bfloat16>::MOST) {

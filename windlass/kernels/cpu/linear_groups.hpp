@@ -393,25 +393,40 @@ inline void transpose(Floats (&v)[LANES]) {
     if constexpr (STEP > 1) transpose<STEP / 2>(v);
 }
 
+// The codes of LANES outputs from `first` on, which stand in one block.
+template <Format CODES>
+class BlockColumn {
+  public:
+    BlockColumn(const Linear &call, int first)
+        : row_bytes(CODES == Format::int4 ? call.block / 2 : call.block), middle(all(float(call.middle))) {
+        const int place = first % call.block, half = call.block / 2;
+        is_high = CODES == Format::int4 && place >= half;
+        codes = call.weights + std::int64_t(first / call.block) * row_bytes * call.in + (is_high ? place - half : place);
+    }
+    // Those of input `k`.
+    Floats decoded(int k, Floats scale, Floats zero) const {
+        const Ints bytes = wide_bytes(codes + k * row_bytes);
+        if constexpr (CODES == Format::int8) return __builtin_convertvector(bytes, Floats) * scale + zero;
+        const Ints levels = (is_high ? bytes >> 4 : bytes) & 15;
+        return (__builtin_convertvector(levels, Floats) - middle) * scale + zero;
+    }
+
+  private:
+    const std::int64_t row_bytes;
+    const Floats middle;
+    bool is_high;
+    const std::uint8_t *codes;
+};
+
 // Decodes the codes of one block's outputs, into rows of `call.in` numbers: LANES outputs at once, and of so many inputs
 // as stand in the lanes of a vector.
 template <Format CODES, Format F>
 inline void decode_block(const Linear &call, int block, std::uint8_t *to) {
     constexpr int PER_LANE = F == Format::float32 ? 1 : 2, TILE = LANES * PER_LANE, BYTES = 4 / PER_LANE;
-    const int half = call.block / 2, here = std::min(call.block, call.out - block * call.block);
-    const std::int64_t row_bytes = CODES == Format::int4 ? half : call.block;
-    const std::uint8_t *codes = call.weights + block * row_bytes * call.in;
-    const Floats middle = all(float(call.middle));
+    const int here = std::min(call.block, call.out - block * call.block);
     for (int n = 0; n < here; n += LANES) {
-        const bool is_high = CODES == Format::int4 && n >= half;
-        const std::uint8_t *column = codes + (is_high ? n - half : n);
+        const BlockColumn<CODES> column(call, block * call.block + n);
         Floats scale{}, zero{};
-        const auto decoded = [&](int k) __attribute__((always_inline)) {
-            const Ints bytes = wide_bytes(column + k * row_bytes);
-            if constexpr (CODES == Format::int8) return __builtin_convertvector(bytes, Floats) * scale + zero;
-            const Ints levels = (is_high ? bytes >> 4 : bytes) & 15;
-            return (__builtin_convertvector(levels, Floats) - middle) * scale + zero;
-        };
         for (int i = 0; i < call.in; i += TILE) {
             const int inputs = std::min(TILE, call.in - i);
             Floats tile[LANES];
@@ -422,9 +437,9 @@ inline void decode_block(const Linear &call, int block, std::uint8_t *to) {
                     continue;
                 }
                 if (k % call.group == 0) pairs_of(call, k / call.group, block * call.block + n, scale, zero);
-                tile[j] = decoded(k);
+                tile[j] = column.decoded(k, scale, zero);
                 if constexpr (PER_LANE == 2)
-                    tile[j] = bits_of(narrow<F>((Words)tile[j]) | narrow<F>((Words)decoded(k + 1)) << 16);
+                    tile[j] = bits_of(narrow<F>((Words)tile[j]) | narrow<F>((Words)column.decoded(k + 1, scale, zero)) << 16);
             }
             transpose(tile);
             std::uint8_t *from = to + (std::int64_t(n) * call.in + i) * BYTES;

@@ -231,6 +231,8 @@ inline float number(Format format, const std::uint8_t *row, std::int64_t i) {
             return Row<Format::bfloat16>::one(row + 2 * i, 0, 0);
         case Format::float16:
             return Row<Format::float16>::one(row + 2 * i, 0, 0);
+        case Format::int8:
+            return Row<Format::int8>::one(row + i, 0, 0);
         default:
             return Row<Format::float32>::one(row + 4 * i, 0, 0);
     }
@@ -278,13 +280,14 @@ inline Floats rounded_lanes(Floats v) {
 
 // Rows of numbers to float32 and back, with the format asked for once.
 inline void read_row(Format format, const std::uint8_t *row, int count, float *out) {
-    const auto read = [&](auto lanes) {
+    const auto read = [&](int bytes, auto lanes) {
         int i = 0;
-        for (; i + LANES <= count; i += LANES) store(out + i, lanes(row + 2 * i));
+        for (; i + LANES <= count; i += LANES) store(out + i, lanes(row + bytes * i));
         for (; i < count; ++i) out[i] = number(format, row, i);
     };
-    if (format == Format::bfloat16) return read([](const std::uint8_t *from) { return Row<Format::bfloat16>::lanes(from, 0, 0); });
-    if (format == Format::float16) return read([](const std::uint8_t *from) { return Row<Format::float16>::lanes(from, 0, 0); });
+    if (format == Format::bfloat16) return read(2, [](const std::uint8_t *from) { return Row<Format::bfloat16>::lanes(from, 0, 0); });
+    if (format == Format::float16) return read(2, [](const std::uint8_t *from) { return Row<Format::float16>::lanes(from, 0, 0); });
+    if (format == Format::int8) return read(1, [](const std::uint8_t *from) { return Row<Format::int8>::lanes(from, 0, 0); });
     __builtin_memcpy(out, row, 4 * std::size_t(count));
 }
 template <Format F>
