@@ -152,11 +152,6 @@ class StepLog:
     initial: list[dict[str, Tensor]]
     before: list[PolicyState]
 
-    @property
-    def size(self) -> int:
-        """Slots that it takes of the headroom."""
-        return self.token.longest
-
 
 @dataclass(frozen=True, eq=False)
 class StepLogs:
@@ -320,11 +315,12 @@ class FusedDecode:
     def plan(self, step: Step, hidden: Hidden) -> DecodePlan:
         """Plan the next step. This changes nothing yet."""
         before = self._state
-        kept, dropped, size = list(before.logs), list[StepLog](), sum([log.size for log in before.logs])
+        kept, dropped = list(before.logs), list[StepLog]()
+        size = before.taken - before.logs[0].taken if before.logs else 0
         older = [history.split(self._limit - size) for history in before.starting] if before.has_older else []
         while kept and (size > self._limit or self._limit == 0):
             dropped.append(kept.pop(0))
-            size -= dropped[-1].size
+            size -= dropped[-1].token.longest
         longest, lengths = max(step.lengths), before.lengths
         token = TokenInput(
             hidden=hidden,

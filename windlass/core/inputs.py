@@ -69,7 +69,7 @@ class GroupCodes:
     middle: int = 8
     supers: SuperPairs | None = None
 
-    @property
+    @cached_property
     def in_features(self) -> int:
         """Number of inputs of the layer."""
         return self.codes.shape[-1] * 8 // self.bits
@@ -79,12 +79,12 @@ class GroupCodes:
         """The tensors of which it is made."""
         return (self.codes, self.pairs) if self.supers is None else (self.codes, self.pairs, self.supers)
 
-    @property
+    @cached_property
     def is_by_block(self) -> bool:
         """Return True if `pairs` has blocks of outputs first, then groups."""
         return self.pairs.ndim == self.codes.ndim + 2
 
-    @property
+    @cached_property
     def columns(self) -> int:
         """2 with a zero point beside each scale, else 1."""
         return self.pairs.shape[-2 if self.is_by_block else -1]

@@ -63,7 +63,7 @@ def stops_of(
     )
 
 
-CONTEXT: Final = 8  # tokens before the first new one: enough for a tokenizer to place its spaces
+CONTEXT: Final = 8  # tokens at least before the first new one: enough for a tokenizer to place its spaces
 INCOMPLETE: Final = "\ufffd"  # a tokenizer's text for part of a character
 BYTE: Final = re.compile("<0x([0-9A-F]{2})>")  # a token of SentencePiece that is one byte
 
@@ -158,9 +158,10 @@ class TextStream:
             elif new.endswith(INCOMPLETE):  # it may be part of a character, and tells no bytes
                 given = self._given("", is_last)
                 return given if is_last else replace(given, tokens=tokens)
+        if len(tokens) < 2 * CONTEXT:
+            return self._given(new, is_last, tokens, text, unfinished)
         latest = tokens[-CONTEXT:]
-        decoded = _decoded(self.tokenizer, latest, self.hidden)
-        return replace(self, tokens=latest, decoded=decoded, unfinished=unfinished)._given(new, is_last)
+        return self._given(new, is_last, latest, _decoded(self.tokenizer, latest, self.hidden), unfinished)
 
     def ended(self) -> "TextStream":
         """The stream after the last token, which is no part of the text. It gives out all held text."""
@@ -171,17 +172,30 @@ class TextStream:
         is_shown = self.hidden is not None and token not in self.hidden
         return token_bytes(self.tokenizer, token, has_special=is_shown)
 
-    def _given(self, text: str, is_last: bool) -> "TextStream":
+    def _given(
+        self,
+        text: str,
+        is_last: bool,
+        tokens: tuple[int, ...] | None = None,
+        decoded: str | None = None,
+        unfinished: bytes | None = None,
+    ) -> "TextStream":
+        """The stream after more text, with these fields (None: its own)."""
         new = self.held + text
         found = self.stops.first_in(new)
         stop, by = (None, None) if found is None else found
         given = new[:stop] if stop is not None or is_last else new[: len(new) - self.stops.held_back(new)]
-        return replace(
-            self,
+        return TextStream(  # not by `replace`, which looks at each field
+            self.tokenizer,
+            self.stops,
+            self.tokens if tokens is None else tokens,
+            self.decoded if decoded is None else decoded,
+            self.unfinished if unfinished is None else unfinished,
             piece=given,
             held=new[len(given) :] if stop is None else "",
             length=self.length + len(text),
             stopped_by=by,
+            hidden=self.hidden,
         )
 
 

@@ -251,7 +251,8 @@ class AttachedModel(Attachment):
 
         def work() -> Tensor:
             output = self._step(cache, given, (), given)
-            logits: Tensor = model.get_submodule("lm_head")(output if isinstance(output, Tensor) else output[0])
+            head: Any = model._modules["lm_head"]  # `get_submodule` takes several calls
+            logits: Tensor = head(output if isinstance(output, Tensor) else output[0])
             return logits
 
         return self.whole.take(cache, 1, work)

@@ -413,7 +413,6 @@ IDS, EMBEDS = "input_ids", "inputs_embeds"
 READ: Final = frozenset({IDS, EMBEDS, "attention_mask", "position_ids", *CACHE_NAMES})
 PLAIN: Final = {"use_cache": True, "return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
-
 # Names in a config of the numbers and flags that the kernels of all layers depend on.
 CONFIGURED: Final = frozenset(
     {"num_hidden_layers", "sliding_window", "output_attentions", "_output_attentions"}
@@ -524,11 +523,10 @@ class FewTokensLayer:
             return None
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or hidden.device.type != "cpu":
             return None
-        if cache is None or cache.text.pending is None or cache.text.pending.is_captured:
+        pending = None if cache is None else cache.text.pending
+        if pending is None or pending.is_captured or self._attention.config._attn_implementation != self._name:
             return None
-        if self._attention.config._attn_implementation != self._name:
-            return None
-        self._all.prepare(cache.text.pending, hidden.dtype, hidden.device)
+        self._all.prepare(pending, hidden.dtype, hidden.device)
         prepared = self._prepared
         return prepared.kernel if prepared is not None and prepared.dtype is hidden.dtype else None
 
@@ -630,7 +628,8 @@ class FewRowsNorm:
     """The forward pass of a decoder's last norm: our kernel's for few tokens of a pass that is served, else its own."""
 
     def __init__(self, module: nn.Module, whole: WholePass) -> None:
-        self._module, self._whole, self._code = module, whole, code_of([type(module)])
+        self._module, self._whole = module, whole
+        self._code = [getattr(type(module), name, None) for name in METHODS]
         self._epsilon = epsilon_of(module)
         self._rounding = next(rounding for methods, rounding, _ in NORMS if has_code_of(module, *methods))
         self.replaced = AttributePatch(module, "forward", self.forward)
@@ -640,11 +639,12 @@ class FewRowsNorm:
         if torch.compiler.is_compiling() or not self._is_served(states):
             own: Tensor = self.replaced.original(states)
             return own
-        epsilon: float = getattr(self._module, self._epsilon)
-        return kernels.norm(states, Norm(self._module.get_parameter("weight"), epsilon, self._rounding))
+        weights: Any = self._module._parameters["weight"]
+        return kernels.norm(states, Norm(weights, getattr(self._module, self._epsilon), self._rounding))
 
     def _is_served(self, states: Tensor) -> bool:
-        if not self._whole.is_served or type(states) is not Tensor or code_of([type(self._module)]) != self._code:
+        is_own = self._code == [getattr(type(self._module), name, None) for name in METHODS]
+        if not is_own or not self._whole.is_served or type(states) is not Tensor:
             return False
         is_cpu = states.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
         return is_cpu and not torch.is_grad_enabled() and 0 < states.shape[:-1].numel() <= MANY_ROWS

@@ -93,7 +93,8 @@ def check_call(called: Sequence[nn.Module], arguments: dict[str, Any]) -> None:
 
 
 def _asks_attentions(config: Any) -> bool:
-    own, name = vars(config), "_output_attentions"  # the public attribute takes several calls
+    # Code of transformers reads a config's attributes, so that its dictionary and the public one take several calls.
+    own, name = object.__getattribute__(config, "__dict__"), "_output_attentions"
     return bool(own[name] if name in own else getattr(config, name[1:], False))
 
 

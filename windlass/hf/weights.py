@@ -403,11 +403,12 @@ class FewRows:
 
     def layer(self) -> LinearLayer | None:
         """Return the module's weights in the kernel's form, or None for a kind it does not know."""
-        weights: Any = self._module.weight  # a tensor, perhaps of a type of torchao's
+        held: dict[str, Any] = self._module._parameters
+        weights, bias = held["weight"], held["bias"]  # a tensor, perhaps of a type of torchao's
         if type(weights) is nn.Parameter:
-            return LinearLayer(weights, self._module.bias)
+            return LinearLayer(weights, bias)
         if isinstance(weights, CodedWeights):
-            return LinearLayer(weights.groups, self._module.bias)
+            return LinearLayer(weights.groups, bias)
         kind = kind_of(weights)
         if kind is None:
             return None
@@ -415,7 +416,7 @@ class FewRows:
         known = self._codes
         if known is None or known.made_of[0] is not codes or known.made_of[1] is not scales:
             known = self._codes = Codes.of(weights, kind)
-        return known.layer(self._module.bias)
+        return known.layer(bias)
 
     def _call(self, inputs: Tensor) -> LinearInput | None:
         """Return the kernel's input, or None if the module's own forward must run."""

@@ -209,12 +209,17 @@ def _attend(call: AttentionInput, some: int) -> tuple[Attended, Mass | None]:
 def can_multiply(call: LinearInput) -> bool:
     """Return True if `linear` knows these tensors, which are in a CPU's memory, and is fastest for so few rows.
 
-    Up to `most_rows` rows go through it where it has panels, or inputs have 16 bits and weights are codes or PyTorch is slow.
+    Up to `most_rows` rows go through it where it has panels, or where inputs have 16 bits and weights are codes or
+    PyTorch is slow.
     """
-    layer, dtype = call.layer, call.inputs.dtype
+    layer, dtype, rows = call.layer, call.inputs.dtype, call.rows
+    if not rows or not knows_linear(layer, dtype):
+        return False
+    if rows <= MAX_ROWS:
+        return True
     is_slow = dtype.itemsize == 2 and (layer.is_coded or product_dtype(call.inputs) is not dtype)
     most = most_rows(layer, dtype) if is_slow or has_panels(layer, dtype) else MAX_ROWS
-    return call.rows > 0 and (most is None or call.rows <= most) and knows_linear(layer, dtype)
+    return most is None or rows <= most
 
 
 def most_rows(layer: LinearLayer, dtype: torch.dtype) -> int | None:
@@ -301,15 +306,16 @@ def linear(call: LinearInput) -> LinearOutputs:
 
     No row depends on the others, but where `has_panels` sums of more than MAX_ROWS have another order.
     """
-    inputs, layer = call.inputs.contiguous(), call.layer
-    threads = max(1, min(torch.get_num_threads(), layer.nbytes * call.rows // GRAIN))
+    inputs, layer, rows = call.inputs.contiguous(), call.layer, call.rows
+    threads = max(1, min(torch.get_num_threads(), layer.nbytes * rows // GRAIN))
     dtype, scales = inputs.dtype, None if layer.scales is None else layer.scales.contiguous()
     result = inputs.new_empty(*inputs.shape[:-1], layer.out_features)
     arguments, own = linear_arguments(layer, dtype, scales), FLOATS[dtype]
-    for first, rows in even_parts(call.rows, rows_at_once(layer, dtype)):
-        read = inputs.data_ptr() + first * layer.in_features * inputs.itemsize
-        written = result.data_ptr() + first * layer.out_features * inputs.itemsize
-        _native.linear(arguments, rows, own, read, written, instruction_set(), threads)
+    most = rows if rows <= MAX_ROWS else rows_at_once(layer, dtype)
+    for first, count in even_parts(rows, most):
+        read = inputs.data_ptr() + first * inputs.shape[-1] * inputs.itemsize
+        written = result.data_ptr() + first * result.shape[-1] * inputs.itemsize
+        _native.linear(arguments, count, own, read, written, instruction_set(), threads)
     return result
 
 

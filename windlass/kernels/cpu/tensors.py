@@ -15,6 +15,7 @@ from windlass.core.types import PinnedRanges, RotaryTable
 NO_LIMIT: Final = 2**31 - 1  # a distance that no token reaches
 FLOATS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LOW_BIT: Final = {Format.INT8: 3, Format.INT4: 4}
+INT8, INT4 = LOW_BIT[Format.INT8], LOW_BIT[Format.INT4]
 GroupArguments = tuple[int, int, int, int, int, bool, int, int]
 NO_GROUPS: Final = 0, 0, 0, 0, 0, False, 0, 0
 
@@ -89,13 +90,13 @@ def linear_arguments(
     """`LinearLayer` of `_native.pyi`, for inputs of this dtype. `scales` are those of `layer`, contiguous."""
     weights, groups, format, scaled = layer.weights, NO_GROUPS, FLOATS[dtype], FLOATS[dtype]
     if isinstance(weights, GroupCodes):
-        pairs = LOW_BIT[Format.INT8] if weights.supers is not None else FLOATS[weights.pairs.dtype]
+        pairs = INT8 if weights.supers is not None else FLOATS[weights.pairs.dtype]
         shape = weights.group, weights.block, pairs, weights.columns, weights.is_by_block, weights.middle
         groups = weights.pairs.data_ptr(), *shape, address(weights.supers)
-        format = LOW_BIT[Format.INT4 if weights.bits == 4 else Format.INT8]
+        format = INT4 if weights.bits == 4 else INT8
         weights = weights.codes
     elif scales is not None:
-        format, scaled = LOW_BIT[Format.INT8], FLOATS[scales.dtype]
+        format, scaled = INT8, FLOATS[scales.dtype]
     sizes = layer.in_features, layer.out_features
     return *sizes, format, weights.data_ptr(), address(scales), scaled, groups, address(layer.bias)
 
