@@ -176,6 +176,7 @@ class Lane:
         self, model: PreTrainedModel, options: CacheOptions, is_alone: bool = False, keeps_room: bool = False
     ) -> None:
         self._model, self.options, self.is_alone, self._keeps_room = model, options, is_alone, keeps_room
+        self.policy = repr(options.policy)  # which the status of each row names in each step
         self.cache = self._empty()
         self.free = list(range(options.batch))
         self._takes_over = is_alone or shares_budget(options)
@@ -490,7 +491,7 @@ class ActiveRequest(RowSource):
     def status(self, size: int) -> RowStatus:
         """Status of a row of so many bytes, without asking the device."""
         phase: Phase = "writing" if self.reader is None else "reading"
-        return RowStatus(self.ticket.number, phase, repr(self.lane.options.policy), self.seen, self.kept, size)
+        return RowStatus(self.ticket.number, phase, self.lane.policy, self.seen, self.kept, size)
 
     @property
     def kept(self) -> int:

@@ -482,11 +482,12 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
 
     `own_linear`: in a pass of at most 16 tokens with our cache, all rows counted, linear layers on a CPU are computed
     by a kernel of ours. So are the parts around attention in decoder layers that have the code of Llama, Mistral, Qwen2
-    or Qwen3, which many families share. With weights in groups of codes, on a CPU with VNNI and without AMX, so are
-    passes of any length. Other long passes multiply panels of the weights where these are quantised, and in float32
-    where they have 16 bits on a CPU without products of bfloat16. Hooks and modules put in place of others are called
-    as before. docs/results/benchmarks.md compares it with PyTorch. It rounds otherwise, and the result of a token does
-    not depend on the other tokens of a pass that the kernel takes. False: PyTorch's always.
+    or Qwen3, which many families share. On a CPU without AMX so are passes of any length in bfloat16 over weights in
+    groups of 4 bits, with VNNI of 8 bits, and with AVX2 alone those over all weights but float32. In other long passes
+    PyTorch multiplies panels of quantised weights, and in float32 those of 16 bits where a CPU has no products of
+    bfloat16. Hooks and modules put in place of others are called as before. docs/results/benchmarks.md compares it with
+    PyTorch. It rounds otherwise, and the result of a token does not depend on the other tokens of a pass that the
+    kernel takes. False: PyTorch's always.
 
     Of a model that transformers has spread over processes (tensor parallel) each process attaches its own part, and all
     of them do it together: docs/parallel.md.
