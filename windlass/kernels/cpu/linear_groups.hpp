@@ -403,7 +403,7 @@ class BlockColumn {
         is_high = CODES == Format::int4 && place >= half;
         codes = call.weights + std::int64_t(first / call.block) * row_bytes * call.in + (is_high ? place - half : place);
     }
-    // Those of input `k`.
+    // Decodes the codes of input `k`.
     Floats decoded(int k, Floats scale, Floats zero) const {
         const Ints bytes = wide_bytes(codes + k * row_bytes);
         if constexpr (CODES == Format::int8) return __builtin_convertvector(bytes, Floats) * scale + zero;

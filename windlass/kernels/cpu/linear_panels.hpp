@@ -74,7 +74,7 @@ class PanelLinear {
         }
         lay_columns(rows, DEPTH, width, COLUMNS, tile);
     }
-    // Of codes those of an input lie side by side, as in a tile.
+    // Codes of an input lie side by side, as its weights do in a tile.
     template <Format CODES>
     void lay_codes(int first, int at, int depth, float *tile) const {
         const BlockColumn<CODES> column(call, first);
