@@ -37,7 +37,7 @@ from windlass.hf.load import load
 HABITS: Final = ("thoughts", "reminder", "pruned", "early word", "hash", "branch", "retry", "plain")
 MODES: Final = ("edited(0)", "edited(16)", "edited(64)", "edited(256)")
 FURTHER: Final = 64  # tokens whose predictions are compared
-LONGEST: Final = 8192  # tokens of a text that the model was trained on
+LONGEST: Final = 8192  # tokens of the model's window
 SINKS: Final = Sinks(4, 4)
 OPENING: Final = "<|im_start|>assistant\n"
 SYSTEM: Final = "You call tools to do what the user asks. Think before you call one, and say what you have found. " * 6

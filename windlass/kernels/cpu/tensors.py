@@ -15,7 +15,8 @@ from windlass.core.types import PinnedRanges, RotaryTable
 NO_LIMIT: Final = 2**31 - 1  # a distance that no token reaches
 FLOATS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LOW_BIT: Final = {Format.INT8: 3, Format.INT4: 4}
-INT8, INT4 = LOW_BIT[Format.INT8], LOW_BIT[Format.INT4]
+INT8: Final = LOW_BIT[Format.INT8]  # a look-up calls the hash of an Enum, which is Python's
+INT4: Final = LOW_BIT[Format.INT4]
 GroupArguments = tuple[int, int, int, int, int, bool, int, int]
 NO_GROUPS: Final = 0, 0, 0, 0, 0, False, 0, 0
 
