@@ -23,7 +23,7 @@ struct RunInputs {
 
 // `multiply` writes `sums`: inputs of T tokens in a run times the codes of a block, less an excess. UNIT: 256ths that an
 // input counts, so that sums of low digits are to be added where it is 256. ADDED: to each code of 8 bits. AT_ONCE: tokens
-// whose sums the registers hold. Where `HAS_UNPACKED`, codes can be unpacked once for many tokens, STEP inputs at a time.
+// whose sums the registers hold. Where `HAS_UNPACKED`, codes are unpacked once for more than FEW tokens, STEP inputs at a time.
 // This one is plain C++, for codes of 4 bits.
 template <Format CODES, int BLOCK>
 struct RunSums {
@@ -73,7 +73,7 @@ template <Format CODES, int BLOCK>
 struct RunSumsOf8 {
     static constexpr bool IS_NIBBLES = CODES == Format::int4, HAS_UNPACKED = true;
     static constexpr int ROW_BYTES = IS_NIBBLES ? BLOCK / 2 : BLOCK, VECTORS = BLOCK / LANES;
-    static constexpr int UNIT = IS_NIBBLES ? 256 : 1, ADDED = 0, AT_ONCE = 2, STEP = IS_NIBBLES ? 4 : 2;
+    static constexpr int UNIT = IS_NIBBLES ? 256 : 1, ADDED = 0, AT_ONCE = 2, STEP = IS_NIBBLES ? 4 : 2, FEW = IS_NIBBLES ? 2 : 4;
     static constexpr int CHUNK = IS_NIBBLES ? 16 : 32, CHUNKS = ROW_BYTES / CHUNK;  // bytes at once, of 32 outputs
     static constexpr int OF_CHUNK = 4;  // vectors of 8 outputs each: of low, and then of high nibbles
     typedef std::conditional_t<IS_NIBBLES, std::int8_t, std::int16_t> Whole;
@@ -200,7 +200,7 @@ struct RunSums<Format::int8, BLOCK> : RunSumsOf8<Format::int8, BLOCK> {};
 template <Format CODES>
 struct RunSumsOf64 {
     static constexpr int BLOCK = 64, ROW_BYTES = CODES == Format::int4 ? BLOCK / 2 : BLOCK, VECTORS = 4;
-    static constexpr int UNIT = 256, ADDED = 128, AT_ONCE = 4, STEP = 4;
+    static constexpr int UNIT = 256, ADDED = 128, AT_ONCE = 4, STEP = 4, FEW = 4;
     static constexpr bool HAS_UNPACKED = true;
     typedef std::int8_t Whole;
     typedef __m512i Codes[VECTORS];  // of four inputs as the instruction takes them
@@ -321,7 +321,7 @@ class DigitGroups {
             for (int token = 0; token < call.tokens; ++token) round(token);
         }
         if constexpr (Sums::HAS_UNPACKED)
-            if (call.tokens > FEW) {
+            if (call.tokens > Sums::FEW) {
 #pragma omp for schedule(dynamic) collapse(2) nowait
                 for (int block = 0; block < blocks_of(call); ++block)
                     for (int token = 0; token < call.tokens; token += MOST)
@@ -350,7 +350,7 @@ class DigitGroups {
     }
 
   private:
-    static constexpr int FEW = 4, MOST = 64;  // more tokens than FEW share unpacked codes, MOST at once
+    static constexpr int MOST = 64;  // tokens that share unpacked codes
     Grouped<Format::bfloat16> shared;
     const Linear &call;
     const int length, runs, in_group;  // inputs of a run, and runs of a token and of a group
