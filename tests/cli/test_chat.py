@@ -45,6 +45,27 @@ def chat(run: Callable[..., Ran], *options: str, model: str = MODEL, lines: str 
     return run("chat", model, *OPTIONS, *options, stdin=lines.encode())
 
 
+def test_system_text_is_never_evicted(run: Callable[..., Ran], tmp_path: Path) -> None:
+    """From the first message on, and after commands that leave a conversation empty."""
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    lines = f"{PROMPT}\n/undo\n/system Be kind.\n{PROMPT}\n/rewind 0\n/reset\n{PROMPT}\n/cache\n"
+    ran = chat(run, "--budget", "48", "--keep-system", "--system", "Brief.", model=str(folder), lines=lines)
+    assert ran.code == 0, ran.err
+    assert ran.err.count("held") == 3
+    with_none = chat(run, "--budget", "48", "--keep-system", model=str(folder), lines=f"{PROMPT}\n")
+    assert with_none.code == 0, with_none.err
+
+
+def test_a_saved_conversation_has_its_own_system_text(run: Callable[..., Ran], tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    assert chat(run, lines=f"{PROMPT}\n/save {path}\n").code == 0
+    (tmp_path / "c.json.cache").unlink()
+    ran = chat(run, "--load", str(path), "--system", "Only in French.")
+    assert_refused(ran, "both --load and --system were given")
+
+
 @pytest.fixture
 def templated(tmp_path: Path) -> Callable[[str], str]:
     """A folder with the shipped model under another chat template."""

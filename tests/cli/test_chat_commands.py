@@ -17,7 +17,7 @@ model, dialogue = cli.model, chats.dialogue  # fixtures
         ("temperature 101", "temperature must be from 0 to 100, got 101.0"),
         ("top_k 2.5", "top_k must be a whole number, got '2.5'"),
         ("top-p warm", "top_p must be a number, got 'warm'"),
-        ("max_tokens 0", "max_tokens must be at least 1, got 0"),
+        ("max_tokens 0", "max_tokens must be from 1 to 1073741824, got 0"),
         ("heat 3", "/set knows no 'heat'. It sets max_tokens, temperature"),
         ("positions compcat", "positions='compcat' is not a position mode"),
     ],
@@ -52,3 +52,12 @@ def test_tokens_are_counted(dialogue: Make, capsys: pytest.CaptureFixture[str]):
         f"latest {len(last.prompt)} of the message, {len(last.tokens)} of the reply\n"
     )
     assert talk.status().startswith(f"{len(talk.conversation.ids)} tokens seen, 20 kept, ")
+
+
+def test_a_command_whose_reply_is_interrupted(dialogue: Make, monkeypatch: pytest.MonkeyPatch):
+    """Its exit code ends a chat in a pipe."""
+    talk = dialogue()
+    talk.answer(FIRST)
+    monkeypatch.setattr(talk, "answer", lambda _: 130)
+    commands = ChatCommands(talk)
+    assert [commands.obey("retry", ""), commands.obey("rewind", "1"), commands.obey("tokens", "")] == [130, 130, 0]

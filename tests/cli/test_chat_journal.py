@@ -67,6 +67,27 @@ def test_what_was_left_behind_goes_on(dialogue: Make, tmp_path: Path):
     assert other.conversation.turns == talk.conversation.turns
 
 
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_turns_on_a_branch_that_was_left(dialogue: Make, is_killed: bool):
+    """They are found, though the last branch has none."""
+    talk = dialogue()
+    talk.answer(FIRST)
+    turns = [*talk.conversation.turns]
+    talk.branch("other")
+    talk.undo()
+    if is_killed:
+        left_behind(talk)
+    else:
+        talk.journal.close()
+    other = dialogue()
+    if is_killed:
+        offer(other.journal)
+    ChatCommands(other).obey("resume", "")
+    assert (other.conversation.branch, other.conversation.turns) == ("other", [])
+    other.branch("main")
+    assert other.conversation.turns == turns
+
+
 def test_chats_at_once_keep_their_journals_apart(dialogue: Make, tmp_path: Path):
     talk, other = dialogue(), dialogue()
     for line in (FIRST, SECOND):

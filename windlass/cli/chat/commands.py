@@ -11,7 +11,7 @@ from typing import Any, Final
 from windlass.cli.chat.dialogue import Dialogue, kept
 from windlass.cli.terminal import note, say
 from windlass.core.errors import UsageError
-from windlass.core.parse import did_you_mean
+from windlass.core.parse import check_max_tokens, did_you_mean
 
 COMMAND: Final = re.compile(r"/([a-z]+|\?)(?:\s+(.*))?", re.DOTALL)
 HINT: Final = "/help lists the commands"
@@ -32,7 +32,7 @@ class Command:
 
     takes: str
     does: str
-    run: Callable[["ChatCommands", str], None]
+    run: Callable[["ChatCommands", str], int | None]
 
 
 def command_of(line: str) -> tuple[str, str] | None:
@@ -52,8 +52,8 @@ class ChatCommands:
     def __init__(self, dialogue: Dialogue) -> None:
         self._dialogue = dialogue
 
-    def obey(self, name: str, text: str) -> None:
-        """Run a command. An unknown one is reported.
+    def obey(self, name: str, text: str) -> int:
+        """Run a command. Returns an exit code where its reply was interrupted. An unknown one is reported.
 
         Raises: WindlassError when it cannot be done, and Ended at the end of the chat.
         """
@@ -65,7 +65,8 @@ class ChatCommands:
         elif not text and command.takes and not command.takes.startswith("["):
             note(f"/{name} takes {command.takes}: {command.does}")
         else:
-            command.run(self, text)
+            return command.run(self, text) or 0
+        return 0
 
     def help(self, text: str) -> None:
         width = max(len(f"/{name} {command.takes}") for name, command in COMMANDS.items())
@@ -86,8 +87,8 @@ class ChatCommands:
     def undo(self, text: str) -> None:
         note(self._dialogue.undo())
 
-    def retry(self, text: str) -> None:
-        self._dialogue.retry()
+    def retry(self, text: str) -> int:
+        return self._dialogue.retry()
 
     def system(self, text: str) -> None:
         if not text:
@@ -114,8 +115,8 @@ class ChatCommands:
         else:
             self._dialogue.draft = f"/edit {number} {conversation.messages[number - 1]}"
 
-    def rewind(self, text: str) -> None:
-        self._dialogue.rewind(_number("/rewind", "messages", text))
+    def rewind(self, text: str) -> int:
+        return self._dialogue.rewind(_number("/rewind", "messages", text))
 
     def branch(self, text: str) -> None:
         if text:
@@ -189,12 +190,10 @@ class ChatCommands:
         except ValueError:
             wanted = "a whole number" if kind is int else "a number"
             raise UsageError(f"{name} must be {wanted}, got {value!r}") from None
-        if name != "max_tokens":
-            self._dialogue.sampling = replace(self._dialogue.sampling, **{name: number})
-        elif number < 1:
-            raise UsageError(f"max_tokens must be at least 1, got {number}")
+        if name == "max_tokens":
+            self._dialogue.max_tokens = check_max_tokens(number)
         else:
-            self._dialogue.max_tokens = number
+            self._dialogue.sampling = replace(self._dialogue.sampling, **{name: number})
 
 
 def _number(command: str, of: str, text: str) -> int:

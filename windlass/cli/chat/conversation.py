@@ -375,11 +375,11 @@ class Journal:
 
 
 def _first(paths: Sequence[Path]) -> tuple[Path, SavedChat] | None:
-    """The first in which something was said."""
+    """The first in which something was said, on any branch."""
     for path in paths:
         with suppress(UsageError):
             chat = read(path)
-            if chat.turns or chat.pending is not None:
+            if any(each.turns or each.pending is not None for each in (chat, *chat.others)):
                 return path, chat
     return None
 

@@ -314,6 +314,7 @@ class Dialogue:
         wanted, held = self.conversation.ids, self._held()
         if not wanted:
             self.cache.reset()
+            keep_system(self.cache, self.session.tokenizer, of_system(self.conversation.system))
             return Reading()
         is_begun = held == wanted[: len(held)]
         is_cut = not is_begun and held[: len(wanted)] == wanted

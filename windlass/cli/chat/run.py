@@ -39,6 +39,8 @@ def chat(session: Session, asked: PromptInput, arguments: ChatArguments) -> int:
     At a terminal, Ctrl-C clears the line or ends a reply, and an error is reported. In a pipe, either ends the chat. A
     pipe gets no editing, no colours and no journal.
     """
+    if arguments.conversation is not None and asked.system is not None:
+        raise UsageError("both --load and --system were given. A conversation has its own, and /system changes it")
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     folder = _folder() if is_terminal and arguments.has_history else None
     origin = Origin(Path(shown_name(str(session.model.name_or_path))).name, fingerprint(session.model))
@@ -122,8 +124,7 @@ def _do(dialogue: Dialogue, line: str) -> int:
     line = line.removeprefix(BYTE_ORDER_MARK)
     command = command_of(line)
     if command is not None:
-        ChatCommands(dialogue).obey(*command)
-        return 0
+        return ChatCommands(dialogue).obey(*command)
     return dialogue.answer(message_of(line)) if line.strip() else 0
 
 
@@ -149,7 +150,7 @@ def offer(journal: Journal) -> None:
         _, saved = found
         is_today = saved.time.date() == datetime.now().date()
         since = saved.time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M")
-        turns = len(saved.turns) + (saved.pending is not None)
+        turns = max(len(each.turns) + (each.pending is not None) for each in (saved, *saved.others))
         note(
             f"an unfinished conversation of {turns} turn{'' if turns == 1 else 's'} from {since} exists. "
             "/resume continues it"
