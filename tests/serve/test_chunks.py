@@ -172,6 +172,22 @@ def test_all_equals_the_plain_prompt(engine: tuple[int, Scheduler], recompute: s
         assert answer.document["usage"]["windlass"] == plain["usage"]["windlass"]
 
 
+@pytest.mark.parametrize("recompute", ["none", "first(2)", "divergent(0.2)"])
+def test_parts_of_a_server_that_never_evicts_system_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, engine: tuple[int, Scheduler], recompute: str
+) -> None:
+    """As served by default. Nothing is evicted here, so the answer is that with 4 sinks."""
+    options = CacheOptions(budget=256, policy="recent", chunk=64, sinks="system")
+    with engine_served(model, tokenizer, options, 4 << 20) as (port, _):
+        for system in ([], [{"role": "system", "content": "Be short."}]):
+            document = chat(messages=[*system, *message(SEA, KEY)], max_tokens=6, temperature=0)
+            document |= {"chunks": {"recompute": recompute}}
+            answers = [ask(each, CHAT, document) for each in (port, port, engine[0])]
+            assert [answer.status for answer in answers] == [200] * 3
+            first, again, other = (answer.document["choices"][0]["message"]["content"] for answer in answers)
+            assert first == again == other
+
+
 @pytest.mark.parametrize(
     "own", [{"budget": 8, "sinks": 1, "window": 2}, {"policy": "kvzip"}, {"recall": 8}, {"positions": "compact"}]
 )
