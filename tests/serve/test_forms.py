@@ -389,6 +389,16 @@ def test_a_reply_that_is_cut_within_a_call() -> None:
         assert reader.is_cut
 
 
+def test_a_call_whose_closing_mark_ends_the_text_is_whole() -> None:
+    reader = reader_of(ReplyForm(HARMONY), FUNCTIONS, None)
+    assert reader is not None
+    reader.feed('<|channel|>commentary to=functions.clock<|message|>{"zone": "C"')
+    assert reader.is_cut
+    reader.feed("}")
+    reader.end()
+    assert not reader.is_cut
+
+
 LONG = " " * 20_000
 LONG_CASES = [
     Case(GLM, f"<tool_call>search<arg_key>{LONG}</tool_call>", "", calls=(("search", {}),)),

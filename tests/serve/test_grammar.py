@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.serving import VOCABULARY, ScriptedService, Served, ask, chat, serving, usage, words
+from tests.helpers.serving import NAME, VOCABULARY, ScriptedService, Served, ask, chat, serving, usage, words
 from windlass.engine.request import Event, Finish, Grammar, Piece, Request
 from windlass.engine.text import TextStream
 from windlass.serve.errors import BadField
@@ -126,6 +126,58 @@ def test_a_call_that_is_cut_off_is_text(served: Served) -> None:
     [choice] = answer["choices"]
     assert (choice["finish_reason"], "tool_calls" in choice["message"]) == ("length", False)
     assert choice["message"]["content"].startswith("<tool_c")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_stop_string_within_a_call(path: str) -> None:
+    """The call is broken, so the answer has not stopped to call a tool."""
+
+    def script(request: Request) -> Iterator[Event | None]:
+        yield Piece(7, '<tool_call>\n{"name": "clock", "arguments": {"zone": "C')
+        yield Finish("stop", usage(request, 1), "ET")
+
+    parameters = {"type": "object", "properties": {"zone": {"type": "string"}}}
+    with serving(ScriptedService(script)) as served:
+        if path == "/v1/messages":
+            tools: Any = [{"name": "clock", "input_schema": parameters}]
+            asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9, "tools": tools}
+            found = ask(served.port, path, asked | {"model": NAME}).document
+            assert (found["stop_reason"], found["stop_sequence"]) == ("stop_sequence", "ET")
+        elif path == "/v1/responses":
+            tools = [{"type": "function", "name": "clock", "parameters": parameters}]
+            found = ask(served.port, path, {"model": NAME, "input": "x", "tools": tools}).document
+            assert found["output"][-1]["status"] == "incomplete"
+        else:
+            tools = [{"type": "function", "function": {"name": "clock", "parameters": parameters}}]
+            [choice] = ask(served.port, path, chat(tools=tools)).document["choices"]
+            assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"description": "x"},
+        {"type": ["null", "object"]},
+        {"anyOf": [{"type": "string"}, {"type": "object"}]},
+        {"$ref": "#/$defs/any", "$defs": {"any": {}}},
+    ],
+)
+def test_arguments_are_an_object(parameters: dict[str, Any], served: Served) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    for seed in range(6):
+        document = chat(tools=tools, tool_choice="required", seed=seed, max_tokens=60)
+        [choice] = ask(served.port, "/v1/chat/completions", document).document["choices"]
+        begun = '<tool_call>\n{"name": "f", "arguments": '
+        text = choice["message"]["content"]
+        assert "tool_calls" in choice["message"] or text.removeprefix(begun)[:1] in ("", "{"), text
+
+
+@pytest.mark.parametrize("kind", ["array", "string", ["null", "integer"]])
+def test_parameters_that_are_no_object(kind: Any, served: Served) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}]
+    error = ask(served.port, "/v1/chat/completions", chat(tools=tools, tool_choice="required")).document["error"]
+    assert (error["param"], error["code"]) == ("tools", "invalid_schema")
+    assert "Arguments are an object" in error["message"]
 
 
 def test_grammars_do_not_know_of_each_other() -> None:

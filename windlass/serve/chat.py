@@ -139,9 +139,10 @@ class PartialText:
 
     @property
     def is_cut(self) -> bool:
-        """Return True if the text was too long, and ends within a call."""
+        """Return True if the text ends within a call, because it was too long or by a stop string."""
         assert self.finished is not None
-        return self.finished.reason == "length" and self.reader is not None and self.reader.is_cut
+        is_ended = self.finished.reason == "length" or self.finished.stopped_by is not None
+        return is_ended and self.reader is not None and self.reader.is_cut
 
     @property
     def reason(self) -> str:

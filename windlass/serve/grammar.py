@@ -133,7 +133,7 @@ def call_grammar(form: CallForm, functions: Functions, marks: Mapping[str, int],
     rules = [f"{start}: {before} ({' | '.join(f'call_{at}' for at in range(len(functions)))}) {after}"]
     for at, (name, schema) in enumerate(functions.items()):
         if form.pairs is None:
-            arguments = _json(schema or NO_ARGUMENTS)
+            arguments = _json(_of_object(name, schema) if schema else NO_ARGUMENTS)
         else:
             pairs = dict(_pairs(form.pairs, name, schema, marks))
             rules += [f"pair_{at}_{key}: {pair}" for key, (pair, _) in enumerate(pairs.values())]
@@ -142,6 +142,15 @@ def call_grammar(form: CallForm, functions: Functions, marks: Mapping[str, int],
     if form.pairs is not None:
         rules.append(_text_before(form.pairs.after, marks))
     return "\n".join(rules)
+
+
+def _of_object(name: str, schema: Schema) -> Schema:
+    """The same schema, of objects alone."""
+    kinds = schema.get("type", "object")
+    if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+        told = f"has parameters of {name} of type {json.dumps(kinds)}. Arguments are an object: give type object"
+        raise BadField("tools", told, "invalid_schema")
+    return {**schema, "type": "object"}
 
 
 def _pairs(

@@ -475,7 +475,7 @@ class HarmonyReply(ReplyReader):
 
     def __init__(self, functions: Functions) -> None:
         self._functions, self._held, self._at, self._count = functions, "", _Channel.START, 0
-        self._has_arguments = False
+        self._has_arguments, self._is_whole, self._scan = False, False, JsonScan()
         self._said = {_Channel.THOUGHT: False, _Channel.TEXT: False}
 
     @property
@@ -484,7 +484,7 @@ class HarmonyReply(ReplyReader):
 
     @property
     def is_cut(self) -> bool:
-        return self._at is _Channel.CALL
+        return self._at is _Channel.CALL and not self._is_whole
 
     def feed(self, piece: str) -> TextPart:
         self._held += piece
@@ -526,7 +526,7 @@ class HarmonyReply(ReplyReader):
         header, self._held = self._held[:stop], self._held[stop + len(self.MESSAGE) :]
         recipient, channel = self.RECIPIENT.search(header), self.CHANNEL.search(header)
         if recipient is not None and recipient[1] in self._functions:
-            self._at, self._has_arguments = _Channel.CALL, False
+            self._at, self._has_arguments, self._is_whole, self._scan = _Channel.CALL, False, False, JsonScan()
             return TextPart(calls=(CallPart(self._count, recipient[1]),))
         self._at = _Channel.THOUGHT if channel is not None and channel[1] == "analysis" else _Channel.TEXT
         return self._body("\n") if self._said[self._at] else TextPart()
@@ -535,7 +535,7 @@ class HarmonyReply(ReplyReader):
         if not text:
             return TextPart()
         if self._at is _Channel.CALL:
-            self._has_arguments = True
+            self._has_arguments, self._is_whole = True, self._is_whole or self._scan.feed(text) is not None
             return TextPart(calls=(CallPart(self._count, "", text),))
         self._said[self._at] = True
         return TextPart(thought=text) if self._at is _Channel.THOUGHT else TextPart(text)

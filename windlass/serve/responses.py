@@ -451,7 +451,7 @@ class ResponseDocuments(AnswerDocuments):
             texts.append((MESSAGE, written.text))
         items = [self._item(kind, "completed", [_part_of_answer(kind, text)]) for kind, text in texts]
         items += [self._call(number, call) for number, call in enumerate(written.called)]
-        items[-1]["status"] = _status(written)
+        items[-1]["status"] = "incomplete" if written.is_cut else _status(written)
         return items
 
     def _item(self, kind: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:

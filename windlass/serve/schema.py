@@ -116,7 +116,7 @@ def text_of_json(value: Any) -> Any:
 Object = dict[str, Any]
 Word = Annotated[str, Field(max_length=64)]
 Label = Annotated[str, Field(max_length=256)]
-Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]*[A-Za-z0-9_-][A-Za-z0-9_.-]*$")]
 Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_CHARACTERS, fail_fast=True)]
