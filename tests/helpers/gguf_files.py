@@ -102,9 +102,13 @@ def write(
     kind: str = "Q8_0",
     own: dict[str, str] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    metadata: dict[str, int | float] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Write a small model to a file and return it. Matrices have one type, except those that `own` names."""
+    """Write a small model to a file and return it. Matrices have one type, except those that `own` names.
+
+    `metadata` are further fields of the architecture.
+    """
     from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, quantize
     from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
     from gguf.tensor_mapping import get_tensor_name_map
@@ -120,7 +124,9 @@ def write(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_key_length(model.config.head_dim)
-    writer.add_rope_dimension_count(model.config.head_dim)
+    for name, value in ({"rope.dimension_count": model.config.head_dim} | (metadata or {})).items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{family}.{name}", value)
     writer.add_vocab_size(VOCABULARY)
     if family == "gemma3":
         writer.add_sliding_window(512)

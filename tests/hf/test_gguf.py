@@ -271,6 +271,84 @@ def test_the_factors_of_rope_are_used(tmp_path: Path) -> None:
     assert torch.allclose(model.model.rotary_emb.inv_freq * factors, plain.model.rotary_emb.inv_freq)
     assert (logits(model) - logits(plain)).abs().max() > 0.01 * logits(plain).std()
 
+    write(tmp_path / "other.gguf", "llama", "Q8_0", extra={"rope_freqs.weight": factors[:31].numpy()})
+    with pytest.warns(WindlassWarning, match="the 31 factors of rope_freqs.weight"):
+        windlass.load(tmp_path / "other.gguf", "float32")
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "metadata", "options"),
+    [
+        ("llama", {"rope.scaling.factor": 4.0}, {"rope_parameters": PLAIN | {"rope_type": "linear", "factor": 4.0}}),
+        ("llama", {"rope.scale_linear": 3.0}, {"rope_parameters": PLAIN | {"rope_type": "linear", "factor": 3.0}}),
+        ("phi3", {"attention.sliding_window": 7}, {"sliding_window": 7}),
+        ("phi3", {"rope.dimension_count": 48}, {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.75}}),
+    ],
+)
+def test_metadata_that_transformers_does_not_read(
+    family: str, metadata: dict[str, int | float], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """They are part of the model, which would be another one without them."""
+    truth = write(tmp_path / "m.gguf", family, "F32", metadata=metadata, **options)
+    model, _ = windlass.load(tmp_path / "m.gguf", "float32")
+    with torch.no_grad():
+        expected = truth(IDS).logits
+        other = gguf_files.model_of(family)(IDS).logits
+    assert (logits(model) - expected).abs().max() < 2e-5 * expected.std()
+    assert (other - expected).abs().max() > 0.1 * expected.std()
+
+
+def test_a_file_that_transformers_reads_in_its_second_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the file of the path, not one of its name in the current folder, and it has to be whole."""
+    from transformers import modeling_gguf_pytorch_utils as utils
+
+    mapped = utils.get_gguf_hf_weights_map
+
+    def second(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(model, nn.Module):  # asked by our loader
+            raise NotImplementedError
+        return mapped(model, *args, **kwargs)
+
+    pytest.importorskip("accelerate")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    truth = write(tmp_path / "a" / "m.gguf", "llama", "F32")
+    write(tmp_path / "b" / "m.gguf", "llama", "Q4_0")
+    monkeypatch.setattr(utils, "get_gguf_hf_weights_map", second)
+    monkeypatch.chdir(tmp_path / "b")
+    model, _ = windlass.load(tmp_path / "a" / "m.gguf", "float32")
+    with torch.no_grad():
+        expected = truth(IDS).logits
+    assert (logits(model) - expected).abs().max() < 2e-5 * expected.std()
+    assert model.generation_config.eos_token_id == [258, 260]
+    with pytest.warns(WindlassWarning, match=r"matrices \(Q4_0\) are decoded to float32"):
+        windlass.load(Path("m.gguf"), "float32")
+    whole = (tmp_path / "a" / "m.gguf").read_bytes()
+    Path("m.gguf").write_bytes(whole.replace(b"blk.1.ffn_up.weight", b"blk.9.ffn_up.weight"))
+    with pytest.raises(UsageError, match=r"lack 1 tensors, the first is model\.layers\.1\.mlp\.up_proj"):
+        windlass.load(Path("m.gguf"), "float32")
+
+
+def test_inputs_that_do_not_fit_codes(tmp_path: Path) -> None:
+    """PyTorch's own layer answers, by an error, by broadcasting, or with nothing."""
+    raw = blocks("Q4_0", 96, 512)
+    (tmp_path / "w").write_bytes(raw.tobytes())
+    codes = codes_of(tmp_path / "w", StoredTensor("a", "Q4_0", (96, 512), 0, raw.shape[1]))
+    weights, inputs = CodedWeights(codes, torch.bfloat16, "Q4_0"), torch.randn(3, 512).bfloat16()
+    for wrong in (inputs[:, :200], torch.ones(3, 1024).bfloat16(), torch.ones(3, 512, dtype=torch.int64)):
+        with pytest.raises(RuntimeError):
+            nn.functional.linear(wrong, weights)
+    with pytest.raises(RuntimeError):
+        nn.functional.linear(inputs, weights, torch.ones(95).bfloat16())
+    plain = nn.functional.linear(input=inputs, weight=weights)
+    added = nn.functional.linear(inputs, weights, torch.ones(1).bfloat16())
+    assert (added.float() - plain.float() - 1).abs().max() < 0.02 * plain.float().abs().max()
+    assert nn.functional.linear(inputs[:0], weights).shape == (0, 96)
+    assert nn.functional.embedding(torch.empty(1, 0, dtype=torch.int64), weights).shape == (1, 0, 512)
+
 
 def test_codes_are_told_apart_copied_moved_and_kept(tmp_path: Path) -> None:
     write(tmp_path / "model.Q4_K_M.gguf", "llama", "Q4_K", own={"token_embd.weight": "Q6_K"})

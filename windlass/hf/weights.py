@@ -120,7 +120,7 @@ class CodedWeights(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is functional.linear and not isinstance(args[0], CodedWeights):
+        if func is functional.linear and not isinstance(args[0] if args else kwargs.get("input"), CodedWeights):
             return _multiplied(*args, **kwargs)
         if func is Tensor.__getitem__ and args[0].ndim == 3 and _is_number(args[1]):
             return args[0].expert(int(args[1]))
@@ -190,7 +190,7 @@ class CodedWeights(Tensor):
                 if least < 0 or most >= self.shape[0]:
                     raise IndexError(f"token ids {least} to {most}: the embedding has {self.shape[0]} rows, from 0 on")
         floats = self.groups.floats(torch.promote_types(self.dtype, torch.float32), ids.flatten())
-        return floats.to(self.dtype).view(*ids.shape, -1)
+        return floats.to(self.dtype).view(*ids.shape, self.shape[1])
 
 
 def _is_number(index: object) -> bool:
@@ -204,9 +204,11 @@ def _multiplied(input: Tensor, weight: CodedWeights, bias: Tensor | None = None)
     has_gradients = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
     if torch.is_autocast_enabled(input.device.type):
         input = input.to(torch.get_autocast_dtype(input.device.type))
-    if type(input) is Tensor and not has_gradients:
+    fits = input.shape[-1] == weight.shape[1] and (bias is None or bias.shape == weight.shape[:1])
+    if fits and type(input) is Tensor and input.is_floating_point() and input.numel() and not has_gradients:
         return kernels.linear(LinearInput(input, LinearLayer(weight.groups, bias)))
-    return functional.linear(input, weight.decoded().to(input.dtype), bias)
+    floats = weight.decoded()
+    return functional.linear(input, floats.to(input.dtype) if input.is_floating_point() else floats, bias)
 
 
 def quantize(model: PreTrainedModel, weights: str) -> None:

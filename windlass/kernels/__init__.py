@@ -180,7 +180,7 @@ def _multiply_panels(call: LinearInput) -> LinearOutputs:
         outputs *= layer.scales.to(dtype)
     if layer.bias is not None:
         outputs += layer.bias.to(dtype)
-    return outputs.to(call.inputs.dtype).view(*call.inputs.shape[:-1], -1)
+    return outputs.to(call.inputs.dtype).view(*call.inputs.shape[:-1], layer.out_features)
 
 
 def decode_into(panel: LinearWeights, weights: GroupCodes, first: int) -> None:

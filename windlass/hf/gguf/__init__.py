@@ -40,6 +40,13 @@ MOST_LAYERS: Final = 1024
 ROPE_FACTORS: Final = "rope_freqs.weight"
 # Metadata keys and tensors that extend a model's positions. transformers reads neither.
 ROPE_SCALING: Final = ".rope.scaling.type"
+LINEAR: Final = "linear"  # as a file without that key means it
+# Metadata keys that transformers does not read for all architectures, and their names in configs.
+SETTINGS: Final = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
 # Control tokens that end an answer, beside the one that ends a text.
 ENDS: Final = ("eot_token_id", "eom_token_id")
 # Types of a field's value in the format.
@@ -69,6 +76,7 @@ def config_of(header: Header) -> PreTrainedConfig:
             f"{header.architecture!r}. It reads {', '.join(known)}"
         ) from error
     config.name_or_path = str(header.path)
+    _complete(header, config)
     return config
 
 
@@ -109,17 +117,17 @@ def model_of(header: Header, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     try:
         names = get_gguf_hf_weights_map(_Named(plan), processor)
     except NotImplementedError:  # of an architecture that transformers reads in its second way
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**_place(header), dtype=dtype)
-        model.eval()
-        return model
-    found = _Weights(header, processor, names, plan, dtype)
-    found.read()
-    with _parameters_on_meta():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    found.give(model)
-    if found.has_experts:
-        model.set_experts_implementation("eager")  # one expert after the other: others read all matrices
+        model = _decoded_model(header, dtype)
+    else:
+        found = _Weights(header, processor, names, plan, dtype)
+        found.read()
+        with _parameters_on_meta():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        found.give(model)
+        if found.has_experts:
+            model.set_experts_implementation("eager")  # one expert after the other: others read all matrices
     _scale_rope(header, model)
+    _tell_scaling(header, model.config)
     ends = [header.metadata.get(f"tokenizer.ggml.{name}") for name in ENDS]
     if model.generation_config is not None and any(isinstance(end, int) for end in ends):
         own = config.eos_token_id
@@ -129,11 +137,23 @@ def model_of(header: Header, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     return model
 
 
+def _decoded_model(header: Header, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as transformers reads it, with all weights decoded. Raises: UsageError for weights that are missing."""
+    made: Any = AutoModelForCausalLM.from_pretrained(**_place(header), dtype=dtype, output_loading_info=True)
+    model, told = made
+    if told["missing_keys"]:
+        raise _missing(header, sorted(told["missing_keys"]))
+    rounded = [each for each in header.tensors.values() if _is_rounded(each, dtype)]
+    _tell(header, dtype, rounded, sorted(told["unexpected_keys"]))
+    found: PreTrainedModel = model
+    return found
+
+
 def _place(header: Header) -> dict[str, Any]:
     """Return the arguments with which transformers reads the file, without network access or remote code."""
     return {
         "pretrained_model_name_or_path": str(header.path.parent),
-        "gguf_file": header.path.name,
+        "gguf_file": str(header.path.absolute()),  # a name alone would be looked for in the current folder first
         "local_files_only": True,
         "trust_remote_code": False,
     }
@@ -233,12 +253,14 @@ def _scale_rope(header: Header, model: PreTrainedModel) -> None:
     stored = header.tensors.get(ROPE_FACTORS)
     if stored is None:
         return
-    factors = decoded_of(header.path, stored, torch.float32)
+    factors, is_used = decoded_of(header.path, stored, torch.float32).flatten(), False
     for module in model.modules():
         for name in ("inv_freq", "original_inv_freq"):
             frequencies = module._buffers.get(name)
             if frequencies is not None and frequencies.shape == factors.shape:
-                module._buffers[name] = frequencies / factors
+                module._buffers[name], is_used = frequencies / factors, True
+    if not is_used:
+        _warn(f"model {header.path}: the {len(factors)} factors of {ROPE_FACTORS} are not those of its RoPE, not used")
 
 
 @dataclass
@@ -307,7 +329,7 @@ class _Weights:
                     module._parameters[leaf] = parameter
                 else:
                     module._buffers[leaf] = value
-        self._tell()
+        _tell(self.header, self.dtype, self.rounded, self.unused)
 
     @property
     def has_experts(self) -> bool:
@@ -322,9 +344,7 @@ class _Weights:
         held = {id(tensor) for name, tensor in wanted.items() if name in given}
         missing = [name for name, tensor in wanted.items() if id(tensor) not in held]
         if missing:
-            raise UsageError(
-                f"model {self.header.path}: its weights lack {len(missing)} tensors, the first is {missing[0]}"
-            )
+            raise _missing(self.header, missing)
 
     def _check_shape(self, target: str, shape: tuple[int, ...], wanted: dict[str, Tensor]) -> None:
         if target not in wanted or tuple(wanted[target].shape) != shape:
@@ -426,34 +446,75 @@ class _Weights:
             return sizes.most_common(1)[0][0]
 
     def _note(self, stored: StoredTensor) -> None:
-        """Note a matrix that takes more bytes than in the file, or that is rounded."""
-        own = FLOATS.get(stored.kind)
-        is_exact = own in (self.dtype, torch.float32) or self.dtype == torch.float32
-        if len(stored.shape) > 1 and not (own is not None and is_exact):
+        if _is_rounded(stored, self.dtype):
             self.rounded.append(stored)
 
-    def _tell(self) -> None:
-        path, number_type = self.header.path, str(self.dtype).removeprefix("torch.")
-        if self.rounded:
-            before, after = (
-                sum(each.nbytes for each in self.rounded),
-                sum(each.rows * each.shape[-1] for each in self.rounded) * self.dtype.itemsize,
-            )
-            kinds = ", ".join(sorted({each.kind for each in self.rounded}))
-            _warn(
-                f"model {path}: {len(self.rounded)} matrices ({kinds}) are decoded to {number_type}, and take "
-                f"{in_units(after)} instead of {in_units(before)}"
-            )
-        unused = [name for name in self.unused if name != ROPE_FACTORS]
-        if unused:
-            _warn(f"model {path}: {len(unused)} tensors of its weights are not used, the first is {unused[0]}")
-        scaling = self.header.metadata.get(f"{self.header.architecture}{ROPE_SCALING}", "none")
-        own = getattr(self.plan.config, "rope_parameters", None) or {}
-        if scaling != "none" and isinstance(own, dict) and own.get("rope_type", "default") == "default":
-            _warn(
-                f"model {path}: its RoPE is scaled ({scaling}), which transformers does not read from a GGUF file: "
-                "long texts come out worse. Use the model in transformers' own format for them"
-            )
+
+def _missing(header: Header, names: list[str]) -> UsageError:
+    return UsageError(f"model {header.path}: its weights lack {len(names)} tensors, the first is {names[0]}")
+
+
+def _is_rounded(stored: StoredTensor, dtype: torch.dtype) -> bool:
+    """Return True for a matrix that takes more bytes in this dtype than in the file, or that is rounded."""
+    own = FLOATS.get(stored.kind)
+    is_exact = own in (dtype, torch.float32) or dtype == torch.float32
+    return len(stored.shape) > 1 and not (own is not None and is_exact)
+
+
+def _tell(header: Header, dtype: torch.dtype, rounded: list[StoredTensor], unused: list[str]) -> None:
+    """Warn of matrices that are decoded, and of tensors that are not used."""
+    if rounded:
+        before, after = (
+            sum(each.nbytes for each in rounded),
+            sum(each.rows * each.shape[-1] for each in rounded) * dtype.itemsize,
+        )
+        kinds = ", ".join(sorted({each.kind for each in rounded}))
+        _warn(
+            f"model {header.path}: {len(rounded)} matrices ({kinds}) are decoded to "
+            f"{str(dtype).removeprefix('torch.')}, and take {in_units(after)} instead of {in_units(before)}"
+        )
+    unused = [name for name in unused if name != ROPE_FACTORS]
+    if unused:
+        _warn(f"model {header.path}: {len(unused)} tensors of its weights are not used, the first is {unused[0]}")
+
+
+def _tell_scaling(header: Header, config: PreTrainedConfig) -> None:
+    """Warn of positions that the file scales in a way that the config does not have."""
+    scaling = header.metadata.get(f"{header.architecture}{ROPE_SCALING}", "none")
+    if scaling not in ("none", LINEAR) and not _is_scaled(config):
+        _warn(
+            f"model {header.path}: its RoPE is scaled ({scaling}), which transformers does not read from a GGUF file: "
+            "texts come out worse, long ones most. Use the model in transformers' own format"
+        )
+
+
+def _turned(config: PreTrainedConfig) -> dict[str, Any]:
+    """The parameters of RoPE, those of layers that see the whole text where there are two kinds."""
+    own = getattr(config, "rope_parameters", None) or {}
+    found: dict[str, Any] = own.get("full_attention", own) if isinstance(own, dict) else {}
+    return found
+
+
+def _is_scaled(config: PreTrainedConfig) -> bool:
+    return bool(_turned(config).get("rope_type", "default") != "default")
+
+
+def _complete(header: Header, config: PreTrainedConfig) -> None:
+    """Set linear scaling, partial RoPE, windows and caps as the metadata say, where transformers does not read them."""
+
+    def said(name: str) -> Any:
+        return header.metadata.get(f"{header.architecture}.{name}")
+
+    known, turned = config.to_dict(), _turned(config)
+    for name, own in SETTINGS.items():
+        if own in known and said(name) is not None:
+            setattr(config, own, said(name))
+    factor = said("rope.scaling.factor") or said("rope.scale_linear")
+    if said(ROPE_SCALING.removeprefix(".")) in (None, LINEAR) and factor not in (None, 1.0) and not _is_scaled(config):
+        turned |= {"rope_type": LINEAR, "factor": float(factor)}
+    if "partial_rotary_factor" in turned and said("rope.dimension_count") is not None:
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        turned["partial_rotary_factor"] = said("rope.dimension_count") / width
 
 
 def _is_in_order(order: Tensor) -> bool:
