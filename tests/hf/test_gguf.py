@@ -285,7 +285,11 @@ PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
         ("llama", {"rope.scaling.factor": 4.0}, {"rope_parameters": PLAIN | {"rope_type": "linear", "factor": 4.0}}),
         ("llama", {"rope.scale_linear": 3.0}, {"rope_parameters": PLAIN | {"rope_type": "linear", "factor": 3.0}}),
         ("phi3", {"attention.sliding_window": 7}, {"sliding_window": 7}),
-        ("phi3", {"rope.dimension_count": 48}, {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.75}}),
+        (
+            "phi3",
+            {"attention.sliding_window": 0, "rope.dimension_count": 48},
+            {"rope_parameters": PLAIN | {"partial_rotary_factor": 0.75}},
+        ),
     ],
 )
 def test_metadata_that_transformers_does_not_read(

@@ -123,6 +123,15 @@ def test_a_prompt_counts_as_a_prompt(client: openai.OpenAI, tokenizer: PreTraine
     assert [each.index for each in answer.choices] == [0, 1]
 
 
+def test_the_offset_behind_a_broken_character(client: openai.OpenAI, tokenizer: PreTrainedTokenizerBase) -> None:
+    first, *_ = tokenizer("😀", add_special_tokens=False)["input_ids"]
+    words = tokenizer("sea and sea", add_special_tokens=False)["input_ids"]
+    (shown,), (found,), _ = whole(client, False, prompt=[first, *words], max_tokens=0, logprobs=0)
+    assert shown == "\ufffd" + tokenizer.decode(words)
+    assert found["text_offset"][:2] == [0, 1]
+    assert [shown[start:stop] for start, stop in pairwise([*found["text_offset"][1:], None])] == found["tokens"][1:]
+
+
 def test_a_prompt_cut_in_a_character_is_shown_up_to_it(
     client: openai.OpenAI, tokenizer: PreTrainedTokenizerBase
 ) -> None:

@@ -389,6 +389,16 @@ def test_a_reply_that_is_cut_within_a_call() -> None:
         assert reader.is_cut
 
 
+def test_signs_behind_a_call_without_marks() -> None:
+    """They are text, in one piece or two."""
+    text = '{"name": "clock", "arguments": {}}\n```'
+    for cut in (len(text), len(text) - 3):
+        reader = reader_of(ReplyForm(DEEPSEEK_V3), FUNCTIONS, None)
+        assert reader is not None
+        parts = [reader.feed(text[:cut]), reader.feed(text[cut:]), reader.end()]
+        assert joined(parts) == ("```", "", [("clock", "{}")])
+
+
 def test_a_call_whose_closing_mark_ends_the_text_is_whole() -> None:
     reader = reader_of(ReplyForm(HARMONY), FUNCTIONS, None)
     assert reader is not None

@@ -459,7 +459,10 @@ async def refused(http: HttpRequest, error: Exception) -> Response:
         return ApiError(404, told, None, "unknown_route").answer(path)
     if error.status_code == 405:
         methods = [method for route in routes_of(http.app, path) for method in sorted(route.methods or ())]
-        return ApiError(405, f"{path} takes {' and '.join(methods) or 'GET'} only", None, "wrong_method").answer(path)
+        methods = methods or ["GET"]
+        answer = ApiError(405, f"{path} takes {' and '.join(methods)} only", None, "wrong_method").answer(path)
+        answer.headers["allow"] = ", ".join(methods)
+        return answer
     return ApiError(error.status_code, str(error.detail)).answer(path)
 
 

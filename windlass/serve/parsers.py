@@ -385,8 +385,8 @@ class CallReader:
         return bool(self._held)
 
     def _in_closing(self) -> bool:
-        self._held = self._held.lstrip(self._form.filler)
         closing = self._openings.get(self._opening, "")
+        self._held = self._held.lstrip(self._form.filler if closing else SPACE)
         if len(self._held) < len(closing) and closing.startswith(self._held):
             return False
         self._held, self._at = self._held.removeprefix(closing), _In.GAP

@@ -298,9 +298,11 @@ class Echo:
         decoder, read, offsets = codecs.getincrementaldecoder("utf-8")("replace"), "", []
         before = lead if tokens[: len(lead)] == lead else ()
         for token in tokens[len(before) :]:
-            offsets.append(len(read))
-            codes = token_bytes(tokenizer, token)
-            read += decoder.decode(token_text(tokenizer, token).encode() if codes is None else codes)
+            own = token_bytes(tokenizer, token)
+            codes = token_text(tokenizer, token).encode() if own is None else own
+            is_broken = bool(decoder.getstate()[0] and codes) and codes[0] >> 6 != 0b10  # a sign that never came
+            offsets.append(len(read) + is_broken)
+            read += decoder.decode(codes)
         shown = (read if text is None else text).removeprefix(_added_space(tokenizer, tokens[len(before) :], text))
         moved = len(read) - len(shown)
         return cls(shown, tokens, (0,) * len(before) + tuple(max(each - moved, 0) for each in offsets))

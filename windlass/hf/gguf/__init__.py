@@ -508,7 +508,7 @@ def _complete(header: Header, config: PreTrainedConfig) -> None:
     known, turned = config.to_dict(), _turned(config)
     for name, own in SETTINGS.items():
         if own in known and said(name) is not None:
-            setattr(config, own, said(name))
+            setattr(config, own, said(name) or None)  # files say 0 for none, as Phi-4's do
     factor = said("rope.scaling.factor") or said("rope.scale_linear")
     if said(ROPE_SCALING.removeprefix(".")) in (None, LINEAR) and factor not in (None, 1.0) and not _is_scaled(config):
         turned |= {"rope_type": LINEAR, "factor": float(factor)}
