@@ -150,6 +150,19 @@ class TextModel:
     def keep(self, start: int, end: int, row: int | None) -> None:
         self.change(row, lambda p: p if start <= p < end else None, [min(at, end) for at in self.ends])
 
+    def cut_is_refused(self, name: str, start: int, end: int, row: int | None) -> bool:
+        """Return True if it moves an end back to where a layer's window would see tokens that it has evicted."""
+        last = start if name == "drop" else end
+        for at in range(len(self.rows)) if row is None else [row]:
+            if last >= self.ends[at] or (name == "drop" and end < self.ends[at]):
+                continue
+            for layer in self.layers:
+                if layer.held and layer.is_whole_window and layer.has_evicted and layer.kind is not None:
+                    first = min(places_of(layer, at), default=last)
+                    if first > max(last - (layer.kind.sliding_window or 0) + 1, 0):
+                        return True
+        return False
+
     def moved_ends(self, name: str, start: int, end: int, by: int) -> list[int]:
         """Where the rows go on after a shift or a division."""
         if name == "shift":

@@ -71,15 +71,20 @@ class Run(Pair):
         start, end = self.span(b, c)
         if c % 3:  # a few tokens: longer ranges leave nothing to go on with
             end = min(end, start + 3)
-        self.cache.drop(start, end, self.row(d))
-        self.model.drop(start, end, self.row(d))
+        self._cut("drop", start, end, self.row(d))
 
     def do_keep(self, a: int, b: int, c: int, d: int) -> None:
         start, end = self.span(b, c)
         if c % 3:
             start, end = min(start, 3), max(end, 3)
-        self.cache.keep(start, end, self.row(d))
-        self.model.keep(start, end, self.row(d))
+        self._cut("keep", start, end, self.row(d))
+
+    def _cut(self, name: str, start: int, end: int, row: int | None) -> None:
+        refused = self.model.cut_is_refused(name, start, end, row)
+        cache, model = (getattr(each, name) for each in (self.cache, self.model))
+        self.both(
+            lambda: cache(start, end, row), lambda: model(start, end, row), refused, f"{name}({start}, {end}, {row})"
+        )
 
     def do_shift(self, a: int, b: int, c: int, d: int) -> bool | None:
         start, end = self.span(b, c)

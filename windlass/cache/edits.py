@@ -16,12 +16,12 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.cache.compress import cut_to_budget
-from windlass.cache.layer import SlotLayer, append
+from windlass.cache.layer import SlotLayer, append, check_windows
 from windlass.cache.recall import TOKEN_INDEX
 from windlass.cache.recurrent import RecurrentLayer, prior_states, refuse_edit
 from windlass.cache.rows import RowState, RowTable
 from windlass.cache.shares import Heads
-from windlass.cache.slot_table import SlotTable
+from windlass.cache.slot_table import SlotTable, with_row
 from windlass.cache.state import CacheState
 from windlass.core.errors import UsageError, check_kind, whole_number
 from windlass.core.parse import MAX_NUMBER
@@ -182,19 +182,23 @@ def drop(cache: CacheState, start: int, end: int, row: int | None = None) -> Non
     """Free the tokens at positions `start` up to `end`. The others keep their positions.
 
     Dropping the newest tokens moves the end of the text back to `start`.
+
+    Raises: UsageError where a layer has evicted tokens that its sliding window would see from there.
     """
     refuse_edit(cache.recurrent, "drop")
     _check_range(start, end)
     ends = [start if start < at <= end else at for at in cache.next_positions]
+    check_windows(cache.layers, _rows_of(cache, row), cache.next_positions, ends, "drop")
     _apply(cache, row, ends, lambda p: torch.where((p >= start) & (p < end), EMPTY, p))
 
 
 @no_inference_mode
 def keep(cache: CacheState, start: int, end: int, row: int | None = None) -> None:
-    """Free every token but those at positions `start` up to `end`."""
+    """Free every token but those at positions `start` up to `end`. Raises: UsageError, as `drop` does."""
     refuse_edit(cache.recurrent, "keep")
     _check_range(start, end)
     ends = [min(at, end) for at in cache.next_positions]
+    check_windows(cache.layers, _rows_of(cache, row), cache.next_positions, ends, "keep")
     _apply(cache, row, ends, lambda p: torch.where((p >= start) & (p < end), p, EMPTY))
 
 
@@ -436,16 +440,9 @@ def _put_table(mine: SlotLayer, row: int, packed: SlotTable) -> None:
         tensor[row] = 0
         tensor[row, :, :slots] = packed.state[name][0]
     table.statistics = {
-        name: _with_row(table.statistics.get(name), row, tensor, len(table.positions))
+        name: with_row(table.statistics.get(name), row, tensor, len(table.positions))
         for name, tensor in packed.statistics.items()
     }
-
-
-def _with_row(tensor: Tensor | None, row: int, own: Tensor, batch: int) -> Tensor:
-    """A copy of `tensor`, or of zeros, in which `row` is the only one of `own`."""
-    copied = own.new_zeros(batch, *own.shape[1:]) if tensor is None else tensor.clone()
-    copied[row] = own[0]
-    return copied
 
 
 def _clear(table: SlotTable, row: int) -> None:
@@ -454,7 +451,7 @@ def _clear(table: SlotTable, row: int) -> None:
     for tensor in table.state.values():
         tensor[row] = 0
     table.statistics = {
-        name: _with_row(tensor, row, torch.zeros_like(tensor[:1]), len(tensor))
+        name: with_row(tensor, row, torch.zeros_like(tensor[:1]), len(tensor))
         for name, tensor in table.statistics.items()
     }
     if table.recall is not None:

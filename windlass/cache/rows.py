@@ -209,9 +209,13 @@ class RowState:
         """The row with one more checkpoint, of these states, at its end."""
         return replace(self, checkpoints=thinned((*self.checkpoints, StateCheckpoint(self.tokens_seen, states))))
 
-    def filled(self, ids: Sequence[int]) -> RowState:
-        """The row once the gaps of its text are read, as if it had read these ids in their order."""
-        return replace(self, since_edit=len(ids), padding=(), ids=Tokens.of(ids))
+    def filled(self, ids: Sequence[int], can_roll_back: bool) -> RowState:
+        """The row once the gaps of its text are read, as if it had read these ids in their order.
+
+        `can_roll_back`: whether they can be rolled back, which they cannot where a recall store has them in the order
+        in which they came.
+        """
+        return replace(self, since_edit=len(ids) * can_roll_back, padding=(), ids=Tokens.of(ids))
 
     def joined(self, other: RowState, at: int) -> RowState:
         """The row with the text of `other` inserted at position `at`. Text from there on moves behind it.

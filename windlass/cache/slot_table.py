@@ -409,3 +409,10 @@ def _apart(states: PackedStates, has_recalled: bool) -> PackedStates:
         scales = None if states.scales is None else states.scales.clone()
         states = replace(states, data=states.data.clone(), scales=scales)
     return states if ring is None else replace(states, full_precision=ring.clone())
+
+
+def with_row(tensor: Tensor | None, row: int, own: Tensor, batch: int) -> Tensor:
+    """A copy of `tensor`, or of zeros, in which `row` is the only one of `own`."""
+    copied = own.new_zeros(batch, *own.shape[1:]) if tensor is None else tensor.clone()
+    copied[row] = own[0]
+    return copied

@@ -1,10 +1,12 @@
 """The commands that read and write text: `generate`, `chat`, `cache`."""
 
+from pathlib import Path
+
 from windlass.cli import options, terminal
 from windlass.cli.options import CacheValues, Unset, as_typed, expanded, file_of_info, model_and_prompt, the_model
 from windlass.cli.serve import Record
 from windlass.cli.terminal import loading
-from windlass.core.errors import UsageError
+from windlass.core.errors import PromptCacheError, UsageError
 from windlass.core.files import check_writable
 from windlass.core.parse import SYSTEM
 from windlass.engine.sampling import Sampling
@@ -39,7 +41,7 @@ def generate(
     if is_json and is_json_stream:
         raise UsageError("--json and --json-stream exclude each other. Give one of them")
     if record is not None:
-        check_writable(record, "recording")
+        check_writable(record, "recording", (words.file, prompt_cache, Path(model)))
     text = terminal.read_prompt(prompt, words.file)
     with loading(is_quiet):
         from windlass.cli import session
@@ -94,7 +96,13 @@ def chat(
     with terminal.quiet(loudness.is_quiet):
         file = run.cache_to_load(kept, prompt_cache)
         given = limits if file is None else as_typed(limits, unset)
-        opened = session.open_session(model, given, load, file)
+        try:
+            opened = session.open_session(model, given, load, file)
+        except PromptCacheError as error:
+            if kept.conversation is None:
+                raise
+            terminal.note(f"windlass: note: {error}")
+            opened = session.open_session(model, limits, load)  # the text is read again
         if loudness.is_verbose:
             session.say_chosen(opened, asked)
         return run.chat(opened, asked, kept)
@@ -127,7 +135,7 @@ def cache(
     is_quiet = terminal.is_quiet(launch, loudness.is_quiet)
     if prompt_cache is None:
         raise UsageError("no file to write. Name it with --prompt-cache FILE")
-    check_writable(prompt_cache, "prompt cache")
+    check_writable(prompt_cache, "prompt cache", (words.file, Path(model)))
     text = terminal.read_prompt(prompt, words.file)
     with loading(is_quiet):
         from windlass.cli import session

@@ -181,7 +181,7 @@ def calibrate_pairs(options: CalibrationOptions) -> int:
 
     Raises: WindlassError for invalid options.
     """
-    check_writable(options.output, "-o")
+    check_writable(options.output, "-o", (options.text,))
     text = read_text(options.text, f"text {options.text}")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -248,7 +248,7 @@ def _of_texts(
     table: Callable[[Measured, Path], str],
 ) -> int:
     """Measure something on texts, write it, and show it. `usual` is their number, where no other is asked for."""
-    check_writable(options.output, "-o")
+    check_writable(options.output, "-o", (options.text,))
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with loading():

@@ -111,7 +111,8 @@ def typer_option(option: DeclaredOption) -> Any:
 def list_option(option: DeclaredOption, flag: str = "", note: str = "") -> Any:
     """A list of values of a declared option. `flag` replaces its name, and `note` follows its help."""
     flags = (flag,) if flag else (f"--{option.name.replace('_', '-')}", *option.flags)
-    return Option(*flags, metavar="LIST", help=f"{option.help}{note}.")
+    told = option.help.replace(", or no value on the command line", "")  # a list has values
+    return Option(*flags, metavar="LIST", help=f"{told}{note}.")
 
 
 def number_or_word(option: DeclaredOption) -> Callable[[str], int | str]:

@@ -256,9 +256,12 @@ def _beside_file(path: Path, given: Mapping[str, Any]) -> CacheOptions:
     if numbers.get("recall") == HALF:
         numbers["recall"] = half_of(made.budget)
     labels = made.labels()
+    if "recall_store" in given:
+        numbers["recall_store"] = CacheOptions(store=given["recall_store"]).labels()["store"]
     for name, label in (asked.labels() | numbers).items():
         if name in given and name not in ("policy", "positions", "recall_folder") and label != labels[name]:
-            raise UsageError(f"--{name} {label} contradicts {path}, made with {name} {labels[name]}. Leave it out")
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag} {label} contradicts {path}, made with {flag} {labels[name]}. Leave it out")
     if "shares" in given and asked.shares != made.shares:
         raise UsageError(f"--shares {asked.shares} differs from the shares of {path}. Leave it out")
     return asked

@@ -8,8 +8,9 @@ import sys
 import termios
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -20,7 +21,7 @@ from prompt_toolkit.utils import get_cwidth
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from windlass.core.errors import UsageError, WindlassError
+from windlass.core.errors import UsageError, WindlassError, WindlassWarning
 from windlass.core.files import decoded, read_limited, read_text
 from windlass.core.launch import Launch, end_with_starter
 from windlass.core.parse import in_units
@@ -73,12 +74,15 @@ _QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
 
 @contextmanager
 def quiet(is_quiet: bool) -> Iterator[None]:
-    """A block without notes and progress, if `is_quiet`."""
+    """A block without notes, warnings and progress, if `is_quiet`."""
     token, before = _QUIET.set(is_quiet), os.environ.get(HUB_IS_QUIET)
     if is_quiet:
         os.environ[HUB_IS_QUIET] = "1"
     try:
-        yield
+        with warnings.catch_warnings() if is_quiet else nullcontext():
+            if is_quiet:
+                warnings.simplefilter("ignore", WindlassWarning)
+            yield
     finally:
         _QUIET.reset(token)
         if is_quiet and before is None:

@@ -5,7 +5,7 @@ import os
 import select
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
@@ -105,11 +105,14 @@ def decoded(data: bytes, what: str) -> str:
     return text
 
 
-def check_writable(path: Path, what: str) -> None:
+def check_writable(path: Path, what: str, read: Iterable[Path | None] = ()) -> None:
     """Check that `path` can be written, before a long run. Errors name it by the given label.
 
-    Raises: UsageError when the path is a folder, a device or a pipe, or its folder is missing or not writable.
+    Raises: UsageError when the path is a folder, a device or a pipe, or one of the files that are `read`, or its folder
+    is missing or not writable.
     """
+    if any(each is not None and each.exists() and path.exists() and each.samefile(path) for each in read):
+        raise UsageError(f"{what} {path} is also a file that is read, and would replace it. Give another name")
     folder = path.expanduser().resolve().parent
     if path.is_dir():
         raise UsageError(f"{what} {path} is a folder. Give the name of a file")

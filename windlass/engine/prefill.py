@@ -164,7 +164,7 @@ def revise(model: PreTrainedModel, cache: KVCache, ids: Sequence[int], progress:
             done += step.lengths[0]
             if progress is not None:
                 progress(done, total)
-        cache.rows = cache.rows.changed(lambda _, one: one.filled(ids[: plan.end]), 0)
+        cache.rows = cache.rows.changed(lambda _, one: one.filled(ids[: plan.end], not cache.options.recall), 0)
         if rest:
             rest_of(passes(model, cache, [rest]), None if progress is None else lambda n, _: progress(done + n, total))
     except BaseException:
@@ -287,7 +287,8 @@ class Reader(PromptReader):
     def _fill(self) -> None:
         """Name the tokens of a row, once its text has no gaps. Until then it has no ids, so that nobody takes it."""
         if self.done == (end := self.cache.tokens_seen[0]):
-            self.cache.rows = self.cache.rows.changed(lambda _, row: row.filled(self.request.tokens[:end]), 0)
+            ids, is_in_order = self.request.tokens[:end], not self.cache.options.recall
+            self.cache.rows = self.cache.rows.changed(lambda _, row: row.filled(ids, is_in_order), 0)
 
     def read(self) -> None:
         if self.is_done:

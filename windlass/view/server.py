@@ -115,7 +115,11 @@ class _Handler(BaseHTTPRequestHandler):
         if OWN_NAMES.fullmatch(self.headers.get("Host", "")) is None:
             self.send_error(421)
             return
-        path = urlsplit(self.path).path
+        try:
+            path = urlsplit(self.path).path
+        except ValueError:
+            self.send_error(400)
+            return
         if path == f"{PREFIX}mode":
             self._answer("application/json", json.dumps({"live": False, "replays": [self.server.name]}).encode())
         elif path.startswith(f"{PREFIX}replay/") and unquote(path.removeprefix(f"{PREFIX}replay/")) == self.server.name:
