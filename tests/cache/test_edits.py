@@ -267,6 +267,24 @@ def test_the_end_of_a_text_stays_behind_its_tokens(attached_model: Models, text:
     assert (held(cache), cache.next_positions) == ([[0, 1, 2, 3, 3, 3, 3, 3, 4, 4, 4, 4, 4]], [5])
 
 
+@pytest.mark.parametrize("edit", ["drop", "keep"])
+def test_the_end_goes_back_only_over_what_windows_hold(attached_model: Models, text: Text, edit: str) -> None:
+    """Tokens that a sliding window would see again are evicted. Without evictions, an edit is a rollback."""
+    model, ids = attached_model("qwen2"), text(70)
+    long, short, twin = (KVCache(model) for _ in range(3))
+    read(model, long, ids[:, :60], 20)
+    with pytest.raises(UsageError, match=f"{edit} moves the end of the text back to 48, and layer .* has evicted"):
+        long.drop(48, 60) if edit == "drop" else long.keep(0, 48)
+    assert long.next_positions == [60]
+    for cache in (short, twin):
+        read(model, cache, ids[:, :6], 6)
+    short.drop(4, 6) if edit == "drop" else short.keep(0, 4)
+    twin.rollback(2)
+    torch.testing.assert_close(read(model, short, ids[:, 6:9], 3), read(model, twin, ids[:, 6:9], 3))
+    long.drop(10, 20)  # elsewhere nothing goes back
+    assert long.next_positions == [60]
+
+
 def test_no_shift_of_a_range_without_tokens_moves_the_end_before_a_token(attached_model: Models, text: Text) -> None:
     cache = KVCache(attached_model("llama"))
     read(attached_model("llama"), cache, text(20), 20)

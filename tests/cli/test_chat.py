@@ -58,6 +58,30 @@ def test_system_text_is_never_evicted(run: Callable[..., Ran], tmp_path: Path) -
     assert with_none.code == 0, with_none.err
 
 
+def test_a_reply_written_again_after_an_edit_under_recall(run: Callable[..., Ran], tmp_path: Path) -> None:
+    """Evicted tokens are stored in the order in which they came, which is no longer that of the text."""
+    folder, path = tmp_path / "model", tmp_path / "c.json"
+    shutil.copytree(MODEL, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    lines = f"hello\nwho\n/edit 1 hi\n/retry\n/save {path}\n"
+    options = ("--budget", "96", "--recall", "64")
+    assert chat(run, *options, model=str(folder), lines=lines).code == 0
+    ran = chat(run, "--load", str(path), model=str(folder), lines="and\n")
+    assert ran.code == 0, ran.err
+    assert "damaged" not in ran.err
+
+
+def test_a_damaged_cache_beside_a_conversation(run: Callable[..., Ran], tmp_path: Path) -> None:
+    """Its text is read again, as by /load."""
+    path = tmp_path / "c.json"
+    assert chat(run, lines=f"{PROMPT}\n/save {path}\n").code == 0
+    beside = tmp_path / "c.json.cache"
+    beside.write_bytes(beside.read_bytes()[:3000])
+    ran = chat(run, "--load", str(path), lines="and\n")
+    assert ran.code == 0, ran.err
+    assert "its text was read again" in ran.err
+
+
 def test_a_saved_conversation_has_its_own_system_text(run: Callable[..., Ran], tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     assert chat(run, lines=f"{PROMPT}\n/save {path}\n").code == 0

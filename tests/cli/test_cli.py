@@ -89,6 +89,9 @@ def test_evicted_tokens_are_recalled(run: Callable[..., Ran], tmp_path: Path):
     shown = run("cache", file, "info").out
     assert "recall        16\n" in shown
     assert "recall_store  int4\n" in shown
+    assert run(*generate("and", "--prompt-cache", file, "--recall-store", "int4")).code == 0
+    told = f"--recall-store int8 contradicts {file}, made with recall-store int4. Leave it out"
+    assert_refused(run(*generate("and", "--prompt-cache", file, "--recall-store", "int8")), told)
     said = f"--recall 8 contradicts {file}, made with recall 16. Leave it out"
     assert_refused(run(*generate("and", "--prompt-cache", file, "--recall", "8")), said)
 

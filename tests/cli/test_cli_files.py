@@ -35,6 +35,23 @@ def test_a_prompt_comes_from_a_file_or_a_pipe(run: Callable[..., Ran], pipe: str
     assert_refused(run(*generate("-f", pipe)), f"prompt file {pipe} is empty")
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("generate", MODEL, "-f", "{file}", "--record", "{file}", "--budget", "32"),
+        ("cache", MODEL, "-f", "{file}", "--prompt-cache", "{file}", "--budget", "32"),
+        ("calibrate", MODEL, "{file}", "-o", "{file}", "--tokens", "20"),
+        ("calibrate", MODEL, "{file}", "-o", "{file}", "--shares"),
+    ],
+)
+def test_no_file_that_is_read_is_replaced(run: Callable[..., Ran], tmp_path: Path, arguments: tuple[str, ...]):
+    file = tmp_path / "text.txt"
+    file.write_text(PROMPT)
+    ran = run(*(each.format(file=file) for each in arguments))
+    assert_refused(ran, f"{file} is also a file that is read")
+    assert file.read_text() == PROMPT
+
+
 def test_a_prompt_has_a_limit(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "MAX_BYTES", 10)
     assert_refused(run(*generate("-"), stdin=b"a" * 11), "the prompt on stdin has more than 10 bytes")

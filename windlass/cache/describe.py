@@ -114,13 +114,14 @@ def describe(cache: CacheState) -> str:
     budgets = {budget for budget in each if budget is not None}
     if len(budgets) > 1:
         budget += f" on average, from {min(budgets)} to {max(budgets)}"
+    sinks = dict.fromkeys(limits.sinks if row.sinks is None else row.sinks for row in cache.rows.rows)
     reading = reading_now(cache)
     now = "" if reading == str(cache.positions) else f", now {reading}"
     lines = [
         f"KVCache: {len(cache.by_layer)} layers, batch {cache.batch_size}, positions {cache.positions}{now}",
         f"  policy   {cache.policy!r}",
         f"  store    {cache.store.name}" + (f", merge {cache.merge}" if cache.merge is not None else ""),
-        f"  budget   {budget}, sinks {limits.sinks}, window {limits.window}, chunk {limits.chunk}",
+        f"  budget   {budget}, sinks {' or '.join(map(str, sinks))}, window {limits.window}, chunk {limits.chunk}",
         f"  seen     {', '.join(map(str, cache.rows.tokens_seen))} tokens",
     ]
     if cache.heads is not None:

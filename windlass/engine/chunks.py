@@ -19,7 +19,7 @@ from windlass.cache.edits import begin_after, check_rewrite, held_positions
 from windlass.cache.options import CacheOptions
 from windlass.cache.recurrent import refuse_edit
 from windlass.core.errors import UsageError, check_kind, whole_number
-from windlass.core.parse import DEFAULT_SINKS
+from windlass.core.parse import SYSTEM
 from windlass.core.step import PROMPT
 from windlass.core.types import Tokens
 from windlass.engine.generate import check_reading, checked_prompts, read_whole
@@ -319,6 +319,8 @@ class PartsReader(PromptReader):
         try:
             cache, read = KVCache.from_options(self._model, options), [*key.prefix, *ids]
             cache.reserve(len(read))
+            if options.sinks == SYSTEM:
+                cache.set_sinks(0)  # a part has no system text
             for at in range(0, len(read), options.chunk):
                 if at:
                     yield
@@ -336,8 +338,8 @@ class PartsReader(PromptReader):
 
 
 def part_options(options: CacheOptions) -> CacheOptions:
-    """Options of the cache that a part is read into, for a row with these. It evicts nothing, so any sinks will do."""
-    return replace(options, budget=None, window=None, batch=1, rollback=0, sinks=DEFAULT_SINKS)
+    """Options of the cache that a part is read into, for a row with these: without a budget, it evicts nothing."""
+    return replace(options, budget=None, window=None, batch=1, rollback=0)
 
 
 def _pieces(spans: Sequence[Piece], end: int) -> Iterator[tuple[Piece, bool]]:

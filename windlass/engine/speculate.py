@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
-from windlass.core.errors import UsageError, shown
+from windlass.core.errors import UsageError, check_kind, shown
 from windlass.core.parse import near_to
 from windlass.core.step import Pass
 from windlass.engine.decode import likeliest
@@ -115,6 +115,7 @@ class DraftModel:
 
     def __init__(self, model: PreTrainedModel, options: CacheOptions | None = None) -> None:
         options = CacheOptions() if options is None else options
+        check_kind("options", options, CacheOptions, "CacheOptions or None")
         if options.batch != 1:
             raise UsageError(f"a draft model drafts one text, but its options have batch={options.batch}. Leave it out")
         rollback = max(options.rollback, LONGEST + 1)
