@@ -159,7 +159,7 @@ class TextModel:
             for layer in self.layers:
                 if layer.held and layer.is_whole_window and layer.has_evicted and layer.kind is not None:
                     first = min(places_of(layer, at), default=last)
-                    if first > max(last - (layer.kind.sliding_window or 0) + 1, 0):
+                    if last > 0 and first > max(last - (layer.kind.sliding_window or 0) + 1, 0):
                         return True
         return False
 

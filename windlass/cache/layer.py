@@ -299,7 +299,7 @@ class SlotLayer(Layer):
             ring.roll_back([-n for n in record.step.lengths])
             self.keep_record(self.observe_and_evict(written_again(record, self.table)))
 
-    def has_evicted_seen(self, row: int, end: int) -> bool:
+    def lacks_window(self, row: int, end: int) -> bool:
         """Return True if it has evicted tokens of a row that its sliding window would see from `end` on."""
         window = self.sliding_window
         if self.is_empty or window is None or not (self.rules.is_whole_window and self.history.has_evicted):
@@ -307,7 +307,7 @@ class SlotLayer(Layer):
         positions = self.table.positions_of(row)
         held = positions[positions >= 0]
         first = int(held.min()) if held.numel() else end
-        return first > max(end - window + 1, 0)
+        return end > 0 and first > max(end - window + 1, 0)
 
     def edit(self, change: Callable[[Tensor], Tensor], row: int | None = None) -> None:
         """Replace the positions of one row, or of all. Earlier steps can't be rolled back after it."""
@@ -543,9 +543,9 @@ def check_windows(
     """Raises: UsageError for an edit that moves the end of a text back from `now`, where a sliding window would see
     tokens that its layer has evicted."""
     for row in [each for each in rows if ends[each] < now[each]]:
-        wrong = next((each.index for each in layers if each.has_evicted_seen(row, ends[row])), None)
+        wrong = next((each.index for each in layers if each.lacks_window(row, ends[row])), None)
         if wrong is not None:
             raise UsageError(
                 f"{edit} moves the end of the text back to {ends[row]}, and layer {wrong} has evicted tokens that its "
-                "sliding window would see from there. Use rollback, with a KVCache whose rollback is large enough"
+                "sliding window would see from there. Read it again, or use rollback in a KVCache that allows more"
             )

@@ -300,7 +300,9 @@ class Echo:
         for token in tokens[len(before) :]:
             own = token_bytes(tokenizer, token)
             codes = token_text(tokenizer, token).encode() if own is None else own
-            is_broken = bool(decoder.getstate()[0] and codes) and codes[0] >> 6 != 0b10  # a sign that never came
+            is_broken = (
+                bool(decoder.getstate()[0] and codes) and codes[0] >> 6 != 0b10
+            )  # a character that was never finished
             offsets.append(len(read) + is_broken)
             read += decoder.decode(codes)
         shown = (read if text is None else text).removeprefix(_added_space(tokenizer, tokens[len(before) :], text))

@@ -29,9 +29,10 @@ from typing_extensions import TypeAliasType
 
 from windlass.cache.options import CacheOptions
 from windlass.core.fields import Option, field_info
-from windlass.core.parse import AUTO, plain
+from windlass.core.parse import AUTO
 from windlass.engine.sampling import Sampling
 from windlass.policies import NAMES
+from windlass.policies.registry import POLICIES
 from windlass.serve.errors import UNSUPPORTED
 
 CACHE: Final = field_info(CacheOptions)
@@ -210,16 +211,16 @@ class ReuseFields(Body):
 POLICY_NAMES: Final = (AUTO, *sorted(NAMES))
 
 
-def _named(given: object) -> object:
-    """A policy as it is named on the command line, where case, `_` and `-` do not matter."""
-    return next((name for name in POLICY_NAMES if isinstance(given, str) and plain(name) == plain(given)), given)
+def _policy_name(given: object) -> object:
+    """The name of a policy that was given, as on the command line, or, of no such name, the same again."""
+    return (POLICIES.name_in(given, POLICY_NAMES) or given) if isinstance(given, str) else given
 
 
 class CacheFields(Body):
     """Options of the cache that a request may set. Arguments of a policy are set at the start of the server."""
 
     budget: int | None = _of_cache("budget", 1 << 20)
-    policy: Annotated[str, BeforeValidator(_named, str), _one_of(POLICY_NAMES)] | None = None
+    policy: Annotated[str, BeforeValidator(_policy_name, str), _one_of(POLICY_NAMES)] | None = None
     """The policy that chooses which tokens to evict."""
     positions: Positions | None = None
     """Position mode in which cached keys are read."""
