@@ -117,7 +117,7 @@ def test_what_has_no_place_is_refused(run: Callable[..., Ran], chatty: str, tmp_
     file = str(tmp_path / "file")
     assert run("cache", chatty, "a", "--prompt-cache", file, "--dtype", "float32").code == 0
     ran = run("generate", chatty, "a", "--prompt-cache", file, *OPTIONS, *brief)
-    assert_refused(ran, "--system comes before the text of a prompt cache. Give it to `windlass cache` instead")
+    assert_refused(ran, "--system begins a text, and this prompt cache holds one. Give it when the file is made")
 
 
 def test_a_template_that_fails_is_one_line(run: Callable[..., Ran], tmp_path: Path):

@@ -65,6 +65,14 @@ def test_nothing_is_said_of_a_short_text_nor_of_what_was_asked_for(run: Callable
     assert [EVICTION_COST in note for note in notes(ran)] == [True]
 
 
+def test_options_of_eviction_without_a_budget_are_told_of(run: Callable[..., Ran]) -> None:
+    short = ("generate", MODEL, "He was sitting in the boat", "-n", "2", "--dtype", "float32")
+    assert notes(run(*short, "--policy", "h2o", "--window", "9")) == [
+        "nothing is evicted without --budget, so --policy and --window changed nothing"
+    ]
+    assert notes(run(*short, "--policy", "h2o", "--budget", "100")) == []
+
+
 def test_a_chat_says_it_once(run: Callable[..., Ran]) -> None:
     turns = "\n".join(["He was sitting in the boat, and the river was quiet."] * 3).encode()
     ran = run("chat", MODEL, "--budget", "12", "-n", "3", "--dtype", "float32", stdin=turns)

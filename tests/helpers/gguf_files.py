@@ -102,7 +102,7 @@ def write(
     kind: str = "Q8_0",
     own: dict[str, str] | None = None,
     extra: dict[str, np.ndarray] | None = None,
-    metadata: dict[str, int | float] | None = None,
+    metadata: dict[str, int | float | str] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Write a small model to a file and return it. Matrices have one type, except those that `own` names.
@@ -125,8 +125,8 @@ def write(
     writer.add_rope_freq_base(10000.0)
     writer.add_key_length(model.config.head_dim)
     for name, value in ({"rope.dimension_count": model.config.head_dim} | (metadata or {})).items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(f"{family}.{name}", value)
+        adders = {float: writer.add_float32, int: writer.add_uint32, str: writer.add_string}
+        adders[type(value)](f"{family}.{name}", value)
     writer.add_vocab_size(VOCABULARY)
     if family == "gemma3":
         writer.add_sliding_window(512)

@@ -277,6 +277,7 @@ def test_the_factors_of_rope_are_used(tmp_path: Path) -> None:
 
 
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
@@ -284,6 +285,23 @@ PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
     [
         ("llama", {"rope.scaling.factor": 4.0}, {"rope_parameters": PLAIN | {"rope_type": "linear", "factor": 4.0}}),
         ("llama", {"rope.scale_linear": 3.0}, {"rope_parameters": PLAIN | {"rope_type": "linear", "factor": 3.0}}),
+        (
+            "llama",
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+            {"rope_parameters": PLAIN | YARN},
+        ),
+        (
+            "llama",
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 64,
+                "rope.scaling.yarn_attn_factor": 1.0,
+                "rope.scaling.yarn_beta_fast": 8.0,
+                "rope.scaling.yarn_beta_slow": 2.0,
+            },
+            {"rope_parameters": PLAIN | YARN | {"beta_fast": 8.0, "beta_slow": 2.0}},
+        ),
         ("phi3", {"attention.sliding_window": 7}, {"sliding_window": 7}),
         (
             "phi3",
@@ -293,7 +311,7 @@ PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
     ],
 )
 def test_metadata_that_transformers_does_not_read(
-    family: str, metadata: dict[str, int | float], options: dict[str, Any], tmp_path: Path
+    family: str, metadata: dict[str, int | float | str], options: dict[str, Any], tmp_path: Path
 ) -> None:
     """They are part of the model, which would be another one without them."""
     truth = write(tmp_path / "m.gguf", family, "F32", metadata=metadata, **options)

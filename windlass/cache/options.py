@@ -172,7 +172,7 @@ class CacheOptions:
             int,
             least=1,
             most=MAX_NUMBER,
-            usual=f"a quarter of the budget, at most {MAX_DEFAULT_WINDOW}",
+            usual=f"a quarter of the budget without the sinks, at most {MAX_DEFAULT_WINDOW}",
             label=lambda options: options.limits.window,
         )
     )

@@ -259,7 +259,7 @@ RayAddress = Annotated[
         RAY,
         metavar="[ADDRESS]",
         help="Run on workers with a model each, in the Ray cluster at HOST:PORT, in a cluster running here "
-        "(auto), or without an address on this machine alone. Requires windlass[ray].",
+        "(auto), or without an address on this machine alone. Requires windlass\\[ray].",
     ),
 ]
 Workers = Annotated[

@@ -396,7 +396,7 @@ Weights = Annotated[
         metavar="NAME",
         envvar="WINDLASS_WEIGHTS",
         autocompletion=names_of(WEIGHTS),
-        help="auto (as stored), or int8 or int4 for weights of linear layers, on a CPU. Requires windlass[weights].",
+        help="auto (as stored), or int8 or int4 for weights of linear layers, on a CPU. Requires windlass\\[weights].",
     ),
 ]
 Device = Annotated[

@@ -133,7 +133,14 @@ def chosen(cache: KVCache, given: Collection[str]) -> str | None:
         parts.append(f"read as {reading_now(cache)} (--positions), because this model was trained on {trained:,}")
     if parts:
         return f"{tokens:,} tokens: " + ", and ".join(parts)
-    return beyond_note(cache)
+    return beyond_note(cache) or _idle_note(cache, given)
+
+
+def _idle_note(cache: KVCache, given: Collection[str]) -> str | None:
+    idle = [f"--{name}" for name in ("policy", "shares", "window") if name in given]
+    if cache.budget is not None or not idle:
+        return None
+    return f"nothing is evicted without --budget, so {' and '.join(idle)} changed nothing"
 
 
 def dtype_note(asked: str, dtype: torch.dtype, device: torch.device, weights: str | None = None) -> str | None:
@@ -320,7 +327,10 @@ def fed(session: Session, prompt: str, asked: PromptInput) -> str:
     if not any(session.cache.tokens_seen):
         return templates.begun(tokenizer, prompt, system) if asked.is_begun else templates.opening(tokenizer, opened)
     if system is not None:
-        raise UsageError("--system comes before the text of a prompt cache. Give it to `windlass cache` instead")
+        raise UsageError(
+            "--system begins a text, and this prompt cache holds one. Give it when the file is made: "
+            "`windlass cache --system`, without --append"
+        )
     standing, ended_with = templates.standing(tokenizer, (session.cache.tokens or [[]])[0])
     if standing == "user":
         return prompt if asked.is_begun else templates.rest(tokenizer, prompt)

@@ -75,9 +75,10 @@ def _texts(cache: ModelCache) -> list[list[int]]:
         if layer.is_empty:
             continue
         if (places := layer.store.in_place()) is None or places[1].scales is not None:
+            way_out = "Leave fit out" if cache.store.name == "plain" else 'Take store="plain", or leave fit out'
             raise UsageError(
                 f"{what} writes values that are held as they are, and the store {cache.store.name!r} holds them "
-                'otherwise in this model. Take store="plain", or leave fit out'
+                f"otherwise in this model. {way_out}"
             )
         held = (layer.positions >= 0).sum(-1).amin(1).tolist()
         if layer.rules.most_visible is None and (held != cache.tokens_seen or held != cache.next_positions):

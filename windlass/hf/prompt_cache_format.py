@@ -123,8 +123,8 @@ class PolicyHeader(_Model):
         """The policy again. Raises: PromptCacheError, naming the file at `path`."""
         if self.name is None:
             raise PromptCacheError(
-                f"{path} was made with the policy {self.label}, which is not one of windlass' own. "
-                "Give it: --policy file.py:Class, or KVCache.load(path, model, policy=...)"
+                f"{path} was made with the policy {self.label}, and no prompt cache can make a policy of a file. "
+                "Give it as it was given: --policy, or KVCache.load(path, model, policy=...)"
             )
         if self.name not in KINDS:
             raise PromptCacheError(

@@ -74,7 +74,7 @@ def comment(text: str) -> bytes:
     return b": " + text.encode() + b"\n\n"
 
 
-CHUNKS: Final = "chunks"  # prefix of the engine's errors about a prompt with parts
+BLAMED: Final = ("chunks", "sinks")  # prefixes of the engine's errors about these fields
 INVALID: Final = "invalid_request_error"
 KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 MESSAGES: Final = "/v1/messages"  # the routes of Anthropic's API
@@ -212,7 +212,8 @@ def of_failure(failed: Failure) -> ApiError:
 
 def _param_of(message: str) -> str | None:
     """The field that the engine's message blames."""
-    return CHUNKS if message.startswith(f"{CHUNKS}:") else None
+    name = message.partition(":")[0]
+    return name if name in BLAMED else None
 
 
 def stopping() -> ApiError:

@@ -41,6 +41,10 @@ ROPE_FACTORS: Final = "rope_freqs.weight"
 # Metadata keys and tensors that extend a model's positions. transformers reads neither.
 ROPE_SCALING: Final = ".rope.scaling.type"
 LINEAR: Final = "linear"  # as a file without that key means it
+YARN: Final = "yarn"
+YARN_BETAS: Final = ("beta_fast", "beta_slow")
+# Keys of YaRN that no config has, and the values with which they change nothing.
+YARN_USUAL: Final = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0}
 # Metadata keys that transformers does not read for all architectures, and their names in configs.
 SETTINGS: Final = {
     "attention.sliding_window": "sliding_window",
@@ -500,7 +504,7 @@ def _is_scaled(config: PreTrainedConfig) -> bool:
 
 
 def _complete(header: Header, config: PreTrainedConfig) -> None:
-    """Set linear scaling, partial RoPE, windows and caps as the metadata say, where transformers does not read them."""
+    """Set scaled and partial RoPE, windows and caps as the metadata say, where transformers does not read them."""
 
     def said(name: str) -> Any:
         return header.metadata.get(f"{header.architecture}.{name}")
@@ -510,8 +514,18 @@ def _complete(header: Header, config: PreTrainedConfig) -> None:
         if own in known and said(name) is not None:
             setattr(config, own, said(name) or None)  # files say 0 for none, as Phi-4's do
     factor = said("rope.scaling.factor") or said("rope.scale_linear")
-    if said(ROPE_SCALING.removeprefix(".")) in (None, LINEAR) and factor not in (None, 1.0) and not _is_scaled(config):
-        turned |= {"rope_type": LINEAR, "factor": float(factor)}
+    kind, original = said("rope.scaling.type"), said("rope.scaling.original_context_length")
+    if factor not in (None, 1.0) and not _is_scaled(config):
+        if kind in (None, LINEAR):
+            turned |= {"rope_type": LINEAR, "factor": float(factor)}
+        elif (
+            kind == YARN
+            and original
+            and all(said(f"rope.scaling.{name}") in (None, usual) for name, usual in YARN_USUAL.items())
+        ):
+            turned |= {"rope_type": YARN, "factor": float(factor), "original_max_position_embeddings": original}
+            betas = {name: said(f"rope.scaling.yarn_{name}") for name in YARN_BETAS}
+            turned |= {name: float(value) for name, value in betas.items() if value is not None}
     if "partial_rotary_factor" in turned and said("rope.dimension_count") is not None:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         turned["partial_rotary_factor"] = said("rope.dimension_count") / width
