@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.prune import l1_unstructured
 
 import windlass
 from tests.helpers.models import Text
-from windlass import KVCache, UnsupportedModel
+from windlass import KVCache, UnsupportedModel, UsageError
 from windlass.hf.attach import AttachedModel, attached
 from windlass.testing import tiny_model
 
@@ -126,6 +128,60 @@ def test_changed_code_is_run(family: str, name: str, text: Text, monkeypatch: Pa
     expected = logits(plain, ids)
     assert float((expected.float() - before).abs().max()) > 1e-3 or name == "dtype"
     torch.testing.assert_close(logits(model, ids, KVCache(model)), expected, atol=1e-4, rtol=1e-4)
+
+
+def _frequencies(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq / 4
+
+
+def _another_scheme(model: Any) -> None:
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+
+
+def _scaled_tables(model: Any) -> None:
+    model.model.rotary_emb.attention_scaling = 1.3
+
+
+def _hooked_tables(model: Any) -> None:
+    model.model.rotary_emb.register_forward_hook(lambda _, __, out: (out[1], out[0]))
+
+
+def _another_layer(model: Any) -> None:
+    before = model.model.layers[1].self_attn
+    model.model.layers[1].self_attn = type(before)(model.config, 1)
+    model.model.layers[1].self_attn.load_state_dict(before.state_dict())
+
+
+@pytest.mark.parametrize("change", [_frequencies, _another_scheme, _scaled_tables, _hooked_tables, _another_layer])
+def test_another_rotation_or_attention_is_refused_until_it_is_attached(
+    change: Callable[[Any], None], text: Text
+) -> None:
+    plain, model, ids = tiny_model("llama"), windlass.attach(tiny_model("llama")), text(14)
+    for each in (plain, model):
+        change(each)
+    with pytest.raises(UsageError, match=r"since it was attached\. Call windlass\.detach\(model\), then"):
+        KVCache(model)
+    windlass.attach(windlass.detach(model))
+    if change is not _hooked_tables:  # attach sees the hook's output, and the tables come from the module
+        torch.testing.assert_close(logits(model, ids, KVCache(model)), logits(plain, ids), atol=1e-4, rtol=1e-4)
+
+
+def _pruned(linear: nn.Module) -> None:
+    l1_unstructured(linear, "weight", amount=0.5)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("change", [_pruned, weight_norm], ids=["pruned", "weight_norm"])
+def test_weights_that_each_call_makes_anew(change: Callable[[nn.Module], object], is_first: bool, text: Text) -> None:
+    plain, model, ids = tiny_model("llama"), tiny_model("llama"), text(14)
+    if not is_first:
+        windlass.attach(model)
+    for each in (plain, model):
+        change(_layer(each).mlp.up_proj)
+    windlass.attach(model)
+    torch.testing.assert_close(logits(model, ids, KVCache(model)), logits(plain, ids), atol=1e-4, rtol=1e-4)
 
 
 def _torch_saved(model: Any) -> Any:

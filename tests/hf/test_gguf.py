@@ -354,6 +354,13 @@ def test_a_file_that_transformers_reads_in_its_second_way(tmp_path: Path, monkey
         windlass.load(Path("m.gguf"), "float32")
 
 
+def test_codes_are_not_saved_in_another_format(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "llama", "Q8_0")
+    model, _ = windlass.load(tmp_path / "m.gguf", "float32")
+    with pytest.raises(UsageError, match="Keep the GGUF file"):
+        model.save_pretrained(tmp_path / "saved")
+
+
 def test_inputs_that_do_not_fit_codes(tmp_path: Path) -> None:
     """PyTorch's own layer answers, by an error, by broadcasting, or with nothing."""
     raw = blocks("Q4_0", 96, 512)

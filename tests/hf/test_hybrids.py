@@ -1,5 +1,7 @@
 """Models with recurrent layers: attention is bounded as ever, and states are transformers' own."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -203,3 +205,17 @@ def test_padding_leaves_their_states(text: Text) -> None:
     for row, alone in enumerate(texts):
         ours = torch.cat(logits, 1)[row, -alone.shape[1] :][None]
         assert_close(ours, one_shot(FORGETFUL, alone), OF_CHUNKS)
+
+
+@pytest.mark.parametrize("beside", [23, 31])
+@pytest.mark.parametrize("options", [{}, {"policy": Recent(), "positions": "compact"}], ids=str)
+@each_kind
+def test_a_row_that_evicts_is_the_same_beside_a_shorter_one(
+    family: str, options: dict[str, Any], beside: int, text: Text
+) -> None:
+    """A pass ends where a row ends, as states read no padding. Other rows do not evict there."""
+    model, prompts = bound(family), [text(40)[0].tolist(), text(beside, seed=1)[0].tolist()]
+    both = prefill(model, KVCache(model, budget=16, batch=2, **options), prompts)
+    for row, prompt in enumerate(prompts):
+        alone = prefill(model, KVCache(model, budget=16, **options), [prompt])[0]
+        assert_close(both[row], alone, OF_CHUNKS)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 import windlass
 from tests.helpers.models import Models, Text, read
@@ -140,3 +141,23 @@ def test_detach_gives_generate_back(copied: Callable[[object], object], text: Te
     windlass.detach(twin)  # type: ignore[arg-type]
     assert "generate" not in vars(twin)
     assert ("generate" in vars(model)) == (twin is not model)
+
+
+@pytest.mark.parametrize("drafts", ["prompt_lookup_num_tokens", "assistant_model", "generation_config"])
+def test_assisted_decoding_begins_with_an_empty_cache(drafts: str, attached_model: Models, text: Text) -> None:
+    """transformers' loop reads the whole text in its first pass, whatever the cache has read."""
+    model, ids = attached_model("llama"), text(12)
+    cache = KVCache(model)
+    first = model.generate(ids, past_key_values=cache, prompt_lookup_num_tokens=3, **RUN)
+    given = {
+        "prompt_lookup_num_tokens": 3,
+        "assistant_model": tiny_model("llama"),
+        "generation_config": GenerationConfig(prompt_lookup_num_tokens=3),
+    }
+    longer, name = (
+        torch.cat((first, text(4, seed=3)), 1),
+        drafts.replace("generation_config", "prompt_lookup_num_tokens"),
+    )
+    says = f"{name}: transformers' assisted decoding begins with an empty cache, and this one has read "
+    refused(model, cache, says, longer, **{drafts: given[drafts]})
+    assert model.generate(longer, past_key_values=cache, **RUN).tolist() == model.generate(longer, **RUN).tolist()

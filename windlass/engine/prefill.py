@@ -89,7 +89,8 @@ def passes(
         pieces = [list(prompt[start:stop]) for prompt in prompts]
         ends = {row: len(piece) - 1 for row, piece in enumerate(pieces) if 0 < len(prompts[row]) - start <= len(piece)}
         columns = sorted(set(ends.values())) if look is None else [*range(stop - start)]
-        logits = feed(model, cache, pieces, columns, how)
+        is_chunk = stop == longest or not stop % cache.chunk  # no row evicts because another one ends
+        logits = feed(model, cache, pieces, columns, how if is_chunk else replace(how, defer_eviction=True))
         if look is not None:
             look(start, logits)
         for row, column in ends.items():

@@ -75,6 +75,7 @@ from windlass.kernels import cpu
 from windlass.positions.rotary import Rotary, unturned
 
 WAY_OUT: Final = "Pass the whole conversation as it was read, followed by the new text, or call cache.reset() first"
+ASSISTED: Final = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")  # options of `generate`
 STATEFUL: Final = "_is_stateful"  # the name of transformers' mark of such models
 UNKNOWN: Final = -1  # in place of the id of padding, or of a token that came without one
 
@@ -107,10 +108,22 @@ class CheckedGenerate:
         is_whole = isinstance(columns, Tensor) and (mask is None or mask.shape[1:2] == columns.shape[1:2])
         if isinstance(cache, TextCache) and is_whole:
             check_continues(cache, columns.shape[1], None if columns is embeds else ids)
-            if cache.columns_seen and not cache.batch_size % len(columns):
-                tell_deltas(self._model, cache, len(columns))
+            if cache.columns_seen:
+                self._check_unassisted(cache.columns_seen, kwargs)
+                if not cache.batch_size % len(columns):
+                    tell_deltas(self._model, cache, len(columns))
         with takes_drafts(self._model) if isinstance(cache, TextCache) else nullcontext():
             return self._generate(*args, **kwargs)
+
+    def _check_unassisted(self, seen: int, kwargs: dict[str, Any]) -> None:
+        """Raises: UsageError for assisted decoding, which reads the whole text in its first pass."""
+        config = kwargs.get("generation_config") or self._model.generation_config
+        given = {name: kwargs.get(name, getattr(config, name, None)) for name in ASSISTED}
+        if name := next((name for name, value in given.items() if value), None):
+            raise UsageError(
+                f"{name}: transformers' assisted decoding begins with an empty cache, and this one has read {seen} "
+                "tokens. Leave it out, or continue with windlass.generate(..., speculate=...)"
+            )
 
 
 @contextmanager
@@ -173,6 +186,7 @@ class AttachedModel(Attachment):
 
     def __init__(self, model: PreTrainedModel, decoder: DecoderModules, own_linear: bool) -> None:
         rotary_modules, outer = decoder.rotary_modules, decoder.outer
+        self._rotary_modules = frozenset(rotary_modules)
         self._configs, self.kinds = OwnConfigs(decoder.modules), layer_kinds(model)
         self.model, self.decoder = model, decoder
         self._signature, self._cache_name = inspect.signature(outer.forward), cache_name(outer.forward)
@@ -401,6 +415,18 @@ class AttachedModel(Attachment):
                 raise
             self._read_by_token(forgets=True)
             self._check(model, rotated)
+
+    def check_unchanged(self) -> None:
+        """Raises: UsageError for a model whose attention or rotation is not what attach has seen any more."""
+        decoder = self.decoder
+        is_new = any(NAME not in vars(module) for module in decoder.attention_modules) or any(
+            module not in self._rotary_modules for module in decoder.rotary_modules
+        )
+        if is_new or not all(rotary is None or rotary.is_current() for rotary in dict.fromkeys(self.rotaries)):
+            raise UsageError(
+                f"this {type(self.model).__name__} has got other attention or rotary modules, or another rotation, "
+                "since it was attached. Call windlass.detach(model), then windlass.attach(model)"
+            )
 
     def read_drafts(self) -> None:
         """Let recurrent layers read drafts token by token from now on, and copy their states between them.

@@ -171,6 +171,7 @@ class KVCache(ModelCache):
     ) -> None:
         check_adapter(model)
         attachment = attached(model)
+        attachment.check_unchanged()
         options = CacheOptions(
             budget=budget,
             policy=policy,

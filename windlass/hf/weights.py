@@ -124,6 +124,8 @@ class CodedWeights(Tensor):
             return _multiplied(*args, **kwargs)
         if func is Tensor.__getitem__ and args[0].ndim == 3 and _is_number(args[1]):
             return args[0].expert(int(args[1]))
+        if func is Tensor.storage:  # asked for by `save_pretrained`
+            raise UsageError("weights of a GGUF file are codes, which no other format holds. Keep the GGUF file")
         with torch._C.DisableTorchFunctionSubclass():
             if func is functional.embedding and isinstance(args[1], CodedWeights):
                 return args[1].rows(args[0])
@@ -406,6 +408,8 @@ class FewRows:
     def layer(self) -> LinearLayer | None:
         """Return the module's weights in the kernel's form, or None for a kind it does not know."""
         held: dict[str, Any] = self._module._parameters
+        if "weight" not in held or "bias" not in held:  # made anew by each call, as pruning does
+            return None
         weights, bias = held["weight"], held["bias"]  # a tensor, perhaps of a type of torchao's
         if type(weights) is nn.Parameter:
             return LinearLayer(weights, bias)

@@ -77,6 +77,7 @@ def _divided(states: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
+MOST_ROUNDED = 1e-2  # of an angle, when a model and its frequencies are cast to 16 bits
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ class Rotary:
         axes: int = 0,
     ) -> None:
         # A private copy: some schemes keep the length they last saw inside the module.
-        self._module = _copied(module)
+        self._source, self._module = module, _copied(module)
         self.layer_type = layer_type
         self._rope_type, self.constant_length = _scheme(module, layer_type)
         self._built = _Tables({})
@@ -208,9 +209,22 @@ class Rotary:
 
     def asked(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The module's own float32 cos and sin for `positions` (batch, tokens), or (axes, batch, tokens)."""
+        return self._asked_of(self._module.to(positions.device), positions)
+
+    @torch.no_grad()
+    def is_current(self) -> bool:
+        """Return True if the model's module still rotates as it did when this was made, rounding aside."""
+        device = next((buffer.device for buffer in self._source.buffers()), torch.device("cpu"))
+        if device.type == "meta":
+            return True
+        first = torch.ones(1, 1, dtype=torch.long, device=device)
+        (_, now), (_, then) = self._asked_of(self._source, first), self.asked(first)
+        return now.shape == then.shape and torch.allclose(now.float(), then.float(), rtol=MOST_ROUNDED, atol=0)
+
+    def _asked_of(self, module: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
         if self._axes and positions.ndim == 2:
             positions = positions.expand(self._axes, *positions.shape)
-        module, probe = self._module.to(positions.device), torch.empty(1, device=positions.device, dtype=torch.float32)
+        probe = torch.empty(1, device=positions.device, dtype=torch.float32)
         return cos_sin(module(probe, positions, *(() if self.layer_type is None else (self.layer_type,))))
 
     @torch.no_grad()
