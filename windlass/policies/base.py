@@ -240,8 +240,9 @@ class Initializer(ABC):
 class Recency(ABC):  # noqa: B024  # every member has a default
     """Keeps the sinks and the newest tokens, always.
 
-    Attention is then masked to just those, so that no result depends on the size of a chunk. A wrapper ranks by other
-    scores, so this interface is not looked up in the wrapped policy.
+    Attention is then masked to just those, so that the size of a chunk does not decide which tokens a query sees. Read
+    at ranks, sinks are farther away in a longer chunk, whose tokens count, too. A wrapper ranks by other scores, so
+    this interface is not looked up in the wrapped policy.
     """
 
     keeps_newest: bool = True

@@ -151,7 +151,8 @@ class Windowed(PositionMode):
     read at places, which is `compact`. Else they are read as by `self_extend` over places, with the smallest `group` of
     1, 2, 4, ... that keeps distances below `trained_length`, and an eighth of it as the near `window`.
 
-    Only the query and the tokens of its row decide: other rows and the columns of a step do not matter. Where heads
+    Only the query and the tokens that its row holds decide, those of a whole pass among them: other rows do not matter,
+    and the columns of a pass only by their number. Where heads
     hold different numbers of tokens, after an edit, the fullest one decides the group.
     """
 
