@@ -273,7 +273,8 @@ class TextCache(CacheState):
         tokens' positions where a token has several, as in pictures.
 
         Raises: UsageError when the batch is another, positions do not follow, ids that the policy asks for are
-        missing, or the cache can't take a picture. Then nothing is changed.
+        missing, the cache can't take a picture, sinks="system" has no number yet, a recurrent layer would read padding,
+        or the text can't be recomputed in place. Then nothing is changed.
         """
         if batch != self.batch_size:
             raise UsageError(f"this cache was made for batch={self.batch_size}, the model was called with {batch} rows")

@@ -245,9 +245,8 @@ class FusedDecode:
             _Ring.of(layer) if ring.tensors else None for layer, ring in zip(layers, rings, strict=True)
         )
         filled = [ring.filled_rows for ring in rings if ring.tensors]
-        self._takes = (
-            tuple(map(all, zip(*filled, strict=True))) or (True,) * hidden.shape[0]
-        )  # per row, whether a token
+        # Per row, whether its token can be taken: a row whose full-precision sinks are not filled idles.
+        self._takes = tuple(map(all, zip(*filled, strict=True))) or (True,) * hidden.shape[0]
         self._held = [layer.table.occupancy_bound for layer in layers]
         self._first = StepLogs(
             logs=(),

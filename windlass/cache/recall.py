@@ -181,8 +181,7 @@ class RecallMemory:
         return found
 
     def filled(self, tokens: int, start: int = 0) -> Parts:
-        """The parts of the first `tokens` of each row, in one piece. `start`: without those before the end of a segment
-        or the text."""
+        """The parts of the tokens from `start` up to `tokens` of each row, in one piece."""
         self._wait()
         own = [each for each in self.segments if each.stop > start] or [*self.segments[-1:]]
         keys = [each.parts[self._keys].transpose(3, 4).flatten(2, 3) for each in own]
@@ -581,8 +580,8 @@ class RecallStore:
         return tuple((each.stop, each.number) for each in self.memory.segments[: self.memory.shared])
 
     def tensors(self, start: int = 0) -> dict[str, Tensor]:
-        """All tensors that a file has to hold, by name. `start`: without the parts of tokens before the end of a
-        segment, nor their positions, if these are 0, 1, 2, ..."""
+        """All tensors that a file has to hold, by name. `start`: leaves out the parts of the first `start`
+        tokens, and their positions where these are 0, 1, 2, ..."""
         if self.is_empty:
             return {}
         tokens = max(self.lengths)

@@ -16,7 +16,7 @@ from windlass.engine.recompute import LEAST, Alignment, EditPlan, Sinks
 from windlass.engine.request import Request
 from windlass.hf.kv_cache import KVCache
 
-SPARE: Final = 8  # a row is packed when it is kept, where only this part of its slots holds tokens
+SPARE: Final = 8  # a kept row is packed if fewer than one slot in this many holds a token
 ENDS: Final = 256  # of the last messages
 MOVED: Final = 16  # tokens that may be cut off a row that is moved: the end of a turn, an answer that is cut
 

@@ -320,25 +320,27 @@ class EngineDeadError(WindlassError):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Limits of the scheduler: `queue` requests that wait, of `queued_tokens` in all, a prompt of `prompt_tokens`.
-
-    `unread_events` of a ticket may wait for `unread_seconds`, after which its request fails. `reading` prompts are read
-    in turn. `alone` requests may have other options than the rows have. Each of them has a cache of its own, of at most
-    `alone_bytes`. `recall_bytes`: of the tokens that rows may recall, see `recall_share`. `seconds`: of a request from
-    its arrival to its end. None: no limit.
-    """
+    """Limits of the scheduler."""
 
     queue: int = 64
+    """Most requests that wait."""
     queued_tokens: int = 1_000_000
+    """Most tokens of all prompts that wait."""
     prompt_tokens: int = 1_000_000
     max_tokens: int = 32_768
     unread_events: int = 256
+    """A request fails once more of its events wait, and the oldest has waited longer than `unread_seconds`."""
     unread_seconds: float = 30.0
     reading: int = 2
+    """Prompts that are read in turn."""
     alone: int = 1
+    """Requests with options that no row has. Each of them has a cache of its own."""
     alone_bytes: int = 1 << 30
+    """Most bytes of such a cache."""
     recall_bytes: int = 1 << 30
+    """Most bytes of the tokens that rows may recall, see `recall_share`."""
     seconds: float | None = None
+    """Longest time of a request, from its arrival to its end. None: no limit."""
 
 
 @dataclass(frozen=True)

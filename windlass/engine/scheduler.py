@@ -219,7 +219,7 @@ class StepInput:
         tasks: Sequence[ActiveRequest],
         limits: EngineLimits,
     ) -> StepInput:
-        """The turn that begins now, with so many waiting and under way."""
+        """The input of the turn that begins now: `tickets` wait, `tasks` are under way."""
         reasons = {task.ticket.number: _late(task, limits) for task in tasks}
         reasons |= {ticket.number: ticket.late(limits.seconds) for ticket in tickets}
         late = {number: failed.message for number, failed in reasons.items() if failed is not None}
@@ -313,10 +313,10 @@ class Scheduler(Service):
     """Serves requests in `rows`: so many of each kind of options. Most requests get the first kind.
 
     `reuse_bytes` bounds the cached prefixes in memory. A `disk` holds prefixes too. `watcher` looks at rows.
-    `speculate`: of requests that do not say. `start` begins.
+    `speculate` is the default for requests that set none. Call `start` to begin.
 
-    Raises: UsageError for options without a budget, for two kinds that are alike, and for `speculate` with a model that
-    cannot take drafts back.
+    Raises: UsageError for no rows, options without a budget, several rows of a policy that shares one budget among
+    layers, two kinds that are alike, and `speculate` with a model whose cache cannot take drafts back.
     """
 
     def __init__(

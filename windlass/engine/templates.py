@@ -163,11 +163,14 @@ def _marked(messages: Messages, tools: Tools) -> tuple[Messages, Tools, list[str
     return sample, named, marks
 
 
+MAX_SAMPLED: Final = 256  # messages beyond which a middle part that repeats the others is left out
+
+
 def _without_repeats(messages: Messages) -> Messages:
     """The messages without a middle part, where these are many of the kinds that the others are, in the same order."""
-    if len(messages) <= MOST:
+    if len(messages) <= MAX_SAMPLED:
         return messages
-    kinds, part = [*map(_kind, messages)], MOST // 4
+    kinds, part = [*map(_kind, messages)], MAX_SAMPLED // 4
     first, last = part, len(messages) - part
     cut = next((at for at in range(first, 2 * part) if kinds[at] == kinds[last]), None)
     is_known = cut is not None and {*kinds} <= {*kinds[:cut], *kinds[last:]}
@@ -371,7 +374,7 @@ def _bare(text: str) -> str:
     return "".join(text.split())
 
 
-MOST: Final = 256  # ends of a prompt that each take a rendering of all messages before it
+MAX_RENDERED_ENDS: Final = 256  # ends of a prompt that each take a rendering of all messages before it
 NEAR: Final = 16  # messages before any other end that are rendered
 PROMPTS: Final = 8  # whose ends are known
 HEAD: Final = ("system", "developer", "tool")  # roles of messages that belong to the head, before all others
@@ -443,7 +446,7 @@ class MessageEnds:
 def _end_of(render: Render, messages: Sequence[AnyMessage], ends: Sequence[int | None], text: str) -> int | None:
     """The end of the message behind those with these `ends`. Behind many, it follows from the messages near it."""
     count = len(ends) + 1
-    if count <= MOST:
+    if count <= MAX_RENDERED_ENDS:
         return _begins(render, messages[:count], text)
     before = next((at for at in range(count - 1, count - NEAR, -1) if ends[at - 1] is not None), None)
     users = (at for at in range(count - 2, count - NEAR, -1) if messages[at]["role"] == "user")

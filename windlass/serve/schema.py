@@ -146,7 +146,10 @@ Included = Literal[  # items and parts that our answers never have
 
 
 class NeutralFields(Body):
-    """Fields that change nothing of an answer, or have one value here. Clients send them to every route."""
+    """Fields that clients send to every route: without effect, or with one allowed value.
+
+    Of `reasoning_effort`, `none` has an effect. Subclasses declare some of the fields again, with more values.
+    """
 
     background: Annotated[bool, only(False)] = False
     best_of: Annotated[int, only(1)] = 1
