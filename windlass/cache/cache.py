@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from windlass.cache import describe, edits
 from windlass.cache import describe as summary
+from windlass.cache import edits
 from windlass.cache.compress import compress
 from windlass.cache.decode import LayerCall
 from windlass.cache.edits import check_pictures, check_rewrite, clear_row, put_row
@@ -346,7 +346,7 @@ class TextCache(CacheState):
         """
         mode = self.positions
         return self.by_layer[layer].read(
-            lambda own, *asked: attend_shared(own, asked[0], mode, asked[1]), queries, call
+            lambda slots, own_queries, own_call: attend_shared(slots, own_queries, mode, own_call), queries, call
         )
 
     @no_inference_mode
@@ -387,9 +387,8 @@ class TextCache(CacheState):
             return
         step = now.pending or now.latest
         assert step is not None, "an edit while a pass was running"
-        if now.pending is None and (
-            step.is_second_pass or step.is_rewrite
-        ):  # the pass is done: committed layers cannot undo it
+        if now.pending is None and (step.is_second_pass or step.is_rewrite):
+            # The pass is done: committed layers cannot undo it.
             for its in self.layers:
                 its.commit()
             return
@@ -431,7 +430,7 @@ class TextCache(CacheState):
         Memory that tensors share counts once. Rotary tables do not count: they are the model's, and all its caches
         read them. Nor do the ids in `tokens`, which are Python's numbers.
         """
-        return sum(describe.bytes_by_part(self).values())
+        return sum(summary.bytes_by_part(self).values())
 
     @property
     def recall_bytes(self) -> int:
@@ -439,11 +438,11 @@ class TextCache(CacheState):
 
         They are no part of `bytes_held`.
         """
-        return describe.recall_bytes(self)
+        return summary.recall_bytes(self)
 
     __repr__ = summary.as_text
     _repr_html_ = summary.as_html
-    describe = describe.describe
+    describe = summary.describe
     compress = compress
     rollback = edits.rollback
     drop = edits.drop

@@ -109,8 +109,9 @@ def cut_to_budget(cache: CacheState) -> None:
                 blind.append(layer)
     one_shot = find(cache.policy, OneShot)
     if one_shot is not None and one_shot.shares_budget:
-        sharing = [layer for layer in cache.layers if not (layer.is_empty or layer.rules.is_whole_window)]
-        sharing = [layer for layer in sharing if layer not in blind]
+        sharing = [
+            layer for layer in cache.layers if not (layer.is_empty or layer.rules.is_whole_window or layer in blind)
+        ]
         sinks = None if here.sinks is None else cache.rows.most_kept
         budgets = (
             shared_budgets([_contested(layer, here) for layer in sharing], cache.limits, cache.heads, sinks)

@@ -206,6 +206,7 @@ class FusedDecode:
         layers, handles, asked = [each.layer for each in parts], [each.handle for each in parts], parts[0].asked
         self._layers, self.decoder, first = tuple(layers), decoder, layers[0]
         self._mode, self._shape, self._dtype = asked.mode, hidden.shape, hidden.dtype
+        # Never read: handles hold these tensors weakly, and the compiled steps only know their addresses.
         self._tensors = [tensor for handle in handles for weak in handle.tensors if (tensor := weak()) is not None]
         self._end = min(handle.end for handle in handles)
         self._left = min(map(_steps_left, layers))

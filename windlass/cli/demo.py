@@ -193,9 +193,8 @@ def facts_table(rows: list[FactsRow]) -> Table:
 
 
 MODEL = "finder-3m"  # knows the sentences around a pass key from its training
-SHORT = (
-    6000  # tokens of the last two rows: at 3000, three trained windows, the bare model still has four digits of five
-)
+# Tokens of the last two rows: at 3,000, three trained windows, the bare model still has four digits of five.
+SHORT = 6_000
 ANSWER_TOKENS = 8
 BUDGET = 256
 Each = TypeVar("Each")

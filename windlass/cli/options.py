@@ -537,7 +537,7 @@ def model_and_prompt(
 
     Raises: UsageError when there is no model, and for a single word that can be meant as either.
     """
-    if first is None or (first is not None and second is not None):
+    if first is None or second is not None:
         if second is not None and model is not None and not is_default:
             raise UsageError(f"-m {model}, and two words more, {first!r} and {second!r}. Quote a prompt of many words")
         return the_model(first, model, is_default), second

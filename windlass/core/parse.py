@@ -148,13 +148,8 @@ SYSTEM: Final = "system"
 """A value of `sinks` instead of a number: the tokens of each row's system text."""
 PAGE: Final = 8
 """Number of tokens that are recalled together: neighbours in the order of writing."""
-LEAST: Final = {
-    "sinks": 0,
-    "newest": 0,
-    "group": 1,
-    "window": 1,
-    "limit": 1,
-}  # least values of stores and position modes
+# Least values of the numbers of stores and position modes.
+LEAST: Final = {"sinks": 0, "newest": 0, "group": 1, "window": 1, "limit": 1}
 
 
 def check_recall(recall: int, budget: int | None, has_folder: bool, has_store: bool) -> None:

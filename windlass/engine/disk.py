@@ -32,6 +32,8 @@ from windlass.hf.weights import fingerprint
 
 LOG: Final = logging.getLogger("windlass.engine")
 NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-(\d{1,10})-([0-9a-f]{32})\.safetensors")
+RECORD: Final = ".json"
+RECORDED: Final = ("passes", "holds_all", "sound", "marks", "is_text", "key", "segments")  # fields of a record
 SEGMENT: Final = ".segment"
 SEGMENT_NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.segment")
 LOCK, SALT, SALT_BYTES = "windlass.lock", "windlass.salt", 32
@@ -419,18 +421,6 @@ class DiskTier:
 
     def _key(self, key: CacheKey) -> str:
         return self._digest("key", self._model_hash, key.kind, key.tenant, key.name, key.labels)[:32]
-
-
-RECORD: Final = ".json"
-RECORDED: Final = (
-    "passes",
-    "holds_all",
-    "sound",
-    "marks",
-    "is_text",
-    "key",
-    "segments",
-)  # fields of a record
 
 
 def _record_of(path: Path) -> Path:

@@ -110,11 +110,7 @@ def rendered(
     """
 
     def render(given: Messages, with_tools: Tools) -> str:
-        listed: Any = [dict(each) for each in with_tools] or None
-        text = tokenizer.apply_chat_template(
-            given, tools=listed, tokenize=False, add_generation_prompt=True, **variables
-        )
-        return str(text)
+        return _applied(tokenizer, given, with_tools, variables, has_prompt=True)
 
     sample, sample_tools, marks = _marked(messages, tools)
     tried: list[tuple[Messages, Tools]] = []
@@ -129,6 +125,17 @@ def rendered(
         except Exception:  # a template is a program of the model's authors, and may raise anything
             continue
     return render(messages, tools), FORMS[0]
+
+
+def _applied(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, variables: Mapping[str, Any], has_prompt: bool
+) -> str:
+    """The text of the chat template, with the start of the reply if `has_prompt`."""
+    listed: Any = [dict(each) for each in tools] or None
+    text = tokenizer.apply_chat_template(
+        messages, tools=listed, tokenize=False, add_generation_prompt=has_prompt, **variables
+    )
+    return str(text)
 
 
 def _shows(text: str, marks: Sequence[str]) -> bool:
@@ -187,7 +194,7 @@ def _with_calls(message: dict[str, Any], how: str) -> dict[str, Any]:
         return message
     functions = [each["function"] for each in message["tool_calls"]]
     if how == AS_TEXT:
-        texts = [f"<tool_call>\n{_json(each)}\n</tool_call>" for each in functions]
+        texts = [f"<tool_call>\n{json_text(each)}\n</tool_call>" for each in functions]
         plain = {name: value for name, value in message.items() if name != "tool_calls"}
         return {**plain, "content": "\n".join([*filter(None, [message["content"]]), *texts])}
     argue = _wrapped if how == WRAPPED else _as_string
@@ -203,7 +210,7 @@ def _wrapped(arguments: Any) -> Any:
 
 
 def _as_string(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else _json(arguments)
+    return arguments if isinstance(arguments, str) else json_text(arguments)
 
 
 def _results_of_user(messages: Messages) -> Messages:
@@ -219,7 +226,7 @@ def _results_of_user(messages: Messages) -> Messages:
 
 
 def _tools_text(tools: Tools) -> str:
-    return TOOLS_TEXT.format(tools="\n".join(map(_json, tools)))
+    return TOOLS_TEXT.format(tools="\n".join(map(json_text, tools)))
 
 
 def _with_system_text(messages: Messages, text: str) -> Messages:
@@ -259,7 +266,8 @@ def _together(*texts: str) -> str:
     return APART.join(filter(None, texts))
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
+    """A value as JSON, with letters of all scripts as they are."""
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -350,10 +358,12 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
     try:
         return rendered(tokenizer, [dict(each) for each in messages])[0]
     except Exception as error:  # a template is a program of the model's authors, and may raise anything
-        gist = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(
-            f"this model's chat template fails: {gist}. `windlass generate --raw` leaves the template out"
-        ) from error
+        raise UsageError(f"{template_problem(error)}. `windlass generate --raw` leaves the template out") from error
+
+
+def template_problem(error: Exception, most: int | None = None) -> str:
+    """The message for a chat template that raises `error`, with at most so many characters of its text."""
+    return f"this model's chat template fails: {' '.join(str(error).split())[:most] or type(error).__name__}"
 
 
 def without_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
@@ -392,11 +402,8 @@ def renderer(
 
     def render(messages: Sequence[AnyMessage]) -> str:
         given, listed = form.applied([dict(each) for each in messages], [dict(each) for each in tools])
-        asked: Any = listed or None
-        text = tokenizer.apply_chat_template(
-            given, tools=asked, tokenize=False, add_generation_prompt=False, **(variables or {})
-        )
-        return without_start(tokenizer, str(text))
+        text = _applied(tokenizer, given, listed, variables or {}, has_prompt=False)
+        return without_start(tokenizer, text)
 
     return render
 
@@ -523,8 +530,7 @@ def system_tokens(
     try:
         _, form = rendered(tokenizer, asked, tools or ())
     except Exception as error:  # as above
-        gist = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"this model's chat template fails: {gist}. Give sinks a number") from error
+        raise UsageError(f"{template_problem(error)}. Give sinks a number") from error
     return head_tokens(tokenizer, renderer(tokenizer, form, tools or ()), messages)
 
 

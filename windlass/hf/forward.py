@@ -128,7 +128,7 @@ class LayerShape:
 
     @property
     def most_visible(self) -> int | None:
-        """The most tokens that a query sees, or None without a limit."""
+        """The most tokens that a query sees, its own among them. None: no limit."""
         return most_visible(self.sliding_window, self.attention_chunk)
 
     @property

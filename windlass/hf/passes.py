@@ -257,9 +257,8 @@ def _named(called: Callable[..., Any]) -> str | None:
     return next((name for name in CACHE_NAMES if name in taken), None)
 
 
-GENERATE: Final = (
-    _named(GenerationMixin.prepare_inputs_for_generation) or CACHE_NAMES[-1]
-)  # of `generate`, in this release
+# Name of the argument of `generate`, in this release.
+GENERATE: Final = _named(GenerationMixin.prepare_inputs_for_generation) or CACHE_NAMES[-1]
 
 
 def our_cache(arguments: Mapping[str, Any]) -> TextCache | None:

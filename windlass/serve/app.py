@@ -519,7 +519,7 @@ def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
         Authentication,
         keys=settings.keys,
         hosts=settings.hosts,
-        is_public=ViewApp.is_public if page is not None else _none,
+        is_public=ViewApp.is_public if page is not None else lambda _: False,
         salt=settings.salt,
     )
     app.add_middleware(RequestLog, metrics=server.metrics, route_of=label_of)
@@ -535,7 +535,3 @@ def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         return app
     # A browser's preflight request has no key.
     return CORSMiddleware(app, origins, METHODS, ("*",), expose_headers=("x-request-id", "x-replica", "retry-after"))
-
-
-def _none(_path: str) -> bool:
-    return False

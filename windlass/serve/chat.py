@@ -212,8 +212,8 @@ class AnswerDocuments(ABC):
 class _Documents:
     """The frame around the choices."""
 
-    def __init__(self, head: AnswerHeader, prefix: str, kind: str) -> None:
-        self.head, self._kind = head, kind
+    def __init__(self, head: AnswerHeader, prefix: str) -> None:
+        self.head = head
         self._common = {"id": prefix + head.number, "created": head.created, "model": head.model}
 
     def chunk(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
@@ -240,7 +240,7 @@ class ChatDocuments(AnswerDocuments):
     """`chat.completion`, and its chunks."""
 
     def __init__(self, head: AnswerHeader) -> None:
-        self.head, self._documents = head, _Documents(head, "chatcmpl-", "chat.completion")
+        self.head, self._documents = head, _Documents(head, "chatcmpl-")
 
     def opening(self, at: int) -> list[dict[str, Any]]:
         return [self._chunk(at, {"role": "assistant", "content": "", "refusal": None})]
@@ -287,7 +287,7 @@ class CompletionDocuments(AnswerDocuments):
     """`text_completion`, and its chunks, which have the same name."""
 
     def __init__(self, head: AnswerHeader) -> None:
-        self.head, self._documents = head, _Documents(head, "cmpl-", "text_completion")
+        self.head, self._documents = head, _Documents(head, "cmpl-")
 
     def opening(self, at: int) -> list[dict[str, Any]]:
         return []

@@ -72,7 +72,7 @@ class Grammars:
         Raises: BadField as `of` and `of_call` do.
         """
         self._check(name, schema)
-        answer = f"{literal(form.answer, self._words.marks(form.answer))} {_json(schema)}"
+        answer = f"{literal(form.answer, self._words.marks(form.answer))} {_json_rule(schema)}"
         if not functions:
             return self._copies(name, f"start: {answer}", count)
         self._check("tools", functions)
@@ -133,7 +133,7 @@ def call_grammar(form: CallForm, functions: Functions, marks: Mapping[str, int],
     rules = [f"{start}: {before} ({' | '.join(f'call_{at}' for at in range(len(functions)))}) {after}"]
     for at, (name, schema) in enumerate(functions.items()):
         if form.pairs is None:
-            arguments = _json(_of_object(name, schema) if schema else NO_ARGUMENTS)
+            arguments = _json_rule(_of_object(name, schema) if schema else NO_ARGUMENTS)
         else:
             pairs = dict(_pairs(form.pairs, name, schema, marks))
             rules += [f"pair_{at}_{key}: {pair}" for key, (pair, _) in enumerate(pairs.values())]
@@ -177,7 +177,8 @@ def _value(form: PairForm, where: str, value: Schema, schema: Schema, marks: Map
         if wrong := next((word for word in LENGTHS if word in value), None):
             raise _not_held(f"has {wrong} {where}")
         return "text"
-    return f"{_json({**value, **{name: schema[name] for name in ('$defs', 'definitions') if name in schema}})} {after}"
+    rule = _json_rule({**value, **{name: schema[name] for name in ("$defs", "definitions") if name in schema}})
+    return f"{rule} {after}"
 
 
 def _not_held(problem: str) -> BadField:
@@ -203,7 +204,7 @@ def literal(text: str, marks: Mapping[str, int]) -> str:
     )
 
 
-def _json(schema: Schema) -> str:
+def _json_rule(schema: Schema) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': FORM})}"
 
 

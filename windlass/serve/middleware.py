@@ -109,9 +109,8 @@ class Authentication:
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         bearer = given.strip() if kind.lower() == b"bearer" else b""
         digest = self._digest(bearer or headers.get(b"x-api-key", b"").strip())
-        fits = [
-            hmac.compare_digest(digest, each) for each in self._keys
-        ]  # compares all of them, so that timing reveals nothing
+        # Compares all of them, so that timing reveals nothing.
+        fits = [hmac.compare_digest(digest, each) for each in self._keys]
         if not any(fits):
             raise ApiError(
                 401,

@@ -29,6 +29,7 @@ from windlass.engine.templates import (
     message_ends,
     rendered,
     renderer,
+    template_problem,
     tokens_until,
     without_start,
 )
@@ -300,9 +301,8 @@ class Echo:
         for token in tokens[len(before) :]:
             own = token_bytes(tokenizer, token)
             codes = token_text(tokenizer, token).encode() if own is None else own
-            is_broken = (
-                bool(decoder.getstate()[0] and codes) and codes[0] >> 6 != 0b10
-            )  # a character that was never finished
+            # A character that was never finished.
+            is_broken = bool(decoder.getstate()[0] and codes) and codes[0] >> 6 != 0b10
             offsets.append(len(read) + is_broken)
             read += decoder.decode(codes)
         shown = (read if text is None else text).removeprefix(_added_space(tokenizer, tokens[len(before) :], text))
@@ -539,10 +539,7 @@ class PromptTokenizer:
         except BadField:
             raise
         except Exception as error:  # a template is a program of the model's authors, and may raise anything
-            gist = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ApiError(
-                400, f"this model's chat template fails: {gist}", "messages", "chat_template_failed"
-            ) from error
+            raise ApiError(400, template_problem(error, 200), "messages", "chat_template_failed") from error
         for line in form.told():
             if line not in self._told:
                 self._told.add(line)
