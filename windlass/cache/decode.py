@@ -246,13 +246,34 @@ class DecodeKernel:
         recall = None
         if table.recall is not None and (recall := _recall(table, rotary, keys, bound)) is None:
             return None
-        retention, heads = _retention(rules), table.score_heads
+        retention = _retention(rules)
         visible = rules.visibility if step.sinks is None else replace(rules.visibility, reach=None, sinks=0)
-        slots = DecodeSlots(*held, heads, tables, call.scale, visible, call.softcap, retention, recall, rule)
+        stored_keys, stored_values = held
+        slots = DecodeSlots(
+            keys=stored_keys,
+            values=stored_values,
+            score_heads=table.score_heads,
+            tables=tables,
+            scale=call.scale,
+            visibility=visible,
+            softcap=call.softcap,
+            retention=retention,
+            recall=recall,
+            rule=rule,
+        )
         if (kernel := kernels.decode_of(slots, queries)) is None:
             return None
         tensors = tuple(map(ref, _tensors(table, rotary)))
-        return KernelHandle(kernel, retention, end, tensors, rules, rotary, mode, _numbers(asked))
+        return KernelHandle(
+            kernel=kernel,
+            retention=retention,
+            end=end,
+            tensors=tensors,
+            rules=rules,
+            rotary=rotary,
+            mode=mode,
+            numbers=_numbers(asked),
+        )
 
 
 Backend = Literal["fused", "generic"]
@@ -350,7 +371,9 @@ def _retention(rules: LayerConfig) -> Retention | None:
     ranking = ranking_of(rules.policy)
     if ranking is None:
         return None
-    return Retention(ranking, MAX_NUMBER if rules.budget is None else rules.budget, *rules.protected)
+    sinks, window = rules.protected
+    budget = MAX_NUMBER if rules.budget is None else rules.budget
+    return Retention(ranking, budget=budget, sinks=sinks, window=window)
 
 
 def _recall(table: SlotTable, rotary: Rotary | None, keys: NewKeys, end: int) -> RecallSlots | None:

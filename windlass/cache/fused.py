@@ -331,7 +331,16 @@ class FusedDecode:
             pins=None if step.sinks is None or not self._has_sinks else step.sinks.pins,
             longest=longest,
         )
-        log = StepLog(step, token, self._steps.memory(), before.taken, lengths, before.tokens, [], [])
+        log = StepLog(
+            step=step,
+            token=token,
+            memory=self._steps.memory(),
+            taken=before.taken,
+            lengths=lengths,
+            tokens=before.tokens,
+            initial=[],
+            before=[],
+        )
         after = StepLogs(
             logs=(*kept, log),
             starting=tuple(history for history, _ in older) or before.starting,

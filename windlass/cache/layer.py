@@ -521,14 +521,14 @@ def _merged(table: SlotTable, rules: LayerConfig, record: StepRecord, checkpoint
     assert record.evicted_positions is not None, "evicted tokens without positions"
     ends, limits = record.step.next_positions, rules.limits
     view = LayerView(
-        table.store,
-        table.positions,
-        table.state,
-        ends,
-        limits.sinks if record.step.sinks is None else record.step.sinks.per_slot,
-        limits.window,
-        rules.sliding_window,
-        rules.attention_chunk,
+        store=table.store,
+        positions=table.positions,
+        state=table.state,
+        next_positions=ends,
+        sinks=limits.sinks if record.step.sinks is None else record.step.sinks.per_slot,
+        window=limits.window,
+        sliding_window=rules.sliding_window,
+        attention_chunk=rules.attention_chunk,
     )
     plan = plan_merge(rules.merge, view, record.evicted, record.evicted_positions)
     if checkpoint is not None:

@@ -157,17 +157,17 @@ class RowState:
             first = prompts[-1][0] if is_continued else start
             prompts = (*(prompts[:-1] if is_continued else prompts), (first, start + prompt))
         return RowState(
-            self.tokens_seen + tokens,
-            start + tokens,
-            self.columns + columns,
-            self.since_edit + tokens,
-            prompts,
-            self.ids,
-            self.padding if tokens == columns else extended(self.padding, self.columns, columns, is_token),
-            self.pictures,
-            self.sinks,
-            self.pins,
-            self.checkpoints,
+            tokens_seen=self.tokens_seen + tokens,
+            next_position=start + tokens,
+            columns=self.columns + columns,
+            since_edit=self.since_edit + tokens,
+            prompts=prompts,
+            ids=self.ids,
+            padding=self.padding if tokens == columns else extended(self.padding, self.columns, columns, is_token),
+            pictures=self.pictures,
+            sinks=self.sinks,
+            pins=self.pins,
+            checkpoints=self.checkpoints,
         )
 
     def told(self, ids: Sequence[int] | None) -> RowState:
@@ -350,14 +350,14 @@ class RowTable:
         ends = [row.next_position + n for row, n in zip(self.rows, lengths, strict=True)]
         device = positions.device
         step = Step(
-            positions,
-            tuple(lengths),
-            torch.tensor(ends, device=device),
-            torch.tensor(self.prompt_ends, device=device),
-            max(ends),
-            ids,
-            how.is_second_pass,
-            how.defer_eviction,
+            positions=positions,
+            lengths=tuple(lengths),
+            next_positions=torch.tensor(ends, device=device),
+            prompt_ends=torch.tensor(self.prompt_ends, device=device),
+            end=max(ends),
+            ids=ids,
+            is_second_pass=how.is_second_pass,
+            defer_eviction=how.defer_eviction,
             drafts=max(min(how.drafts, positions.shape[1] - 1), 0),
             is_prompt=how.is_prompt or not any(self.tokens_seen),
             places=places,

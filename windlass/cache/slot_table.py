@@ -192,13 +192,13 @@ class SlotTable:
     def unwritten(self) -> TableSnapshot:
         """A snapshot for a step that writes into none of the table's tensors, but replaces them."""
         return TableSnapshot(
-            self.store.snapshot(),
-            self.positions,
-            self.state,
-            dict(self.statistics),
-            self.occupancy_bound,
-            None if self.recall is None else RecallSnapshot.of(self.recall),
-            [],
+            store=self.store.snapshot(),
+            positions=self.positions,
+            state=self.state,
+            statistics=dict(self.statistics),
+            occupancy_bound=self.occupancy_bound,
+            recall=None if self.recall is None else RecallSnapshot.of(self.recall),
+            copies=[],
         )
 
     def replace(self, positions: Tensor, state: Sequence[Tensor], occupancy_bound: int, step: Step) -> None:

@@ -296,11 +296,11 @@ def generate(
             session.tokenizer,
             text,
             session.cache,
-            asked.max_tokens,
-            asked.sampling,
-            asked.stop,
-            progress,
-            drafts,
+            max_tokens=asked.max_tokens,
+            sampling=asked.sampling,
+            stop=asked.stop,
+            progress=progress,
+            speculate=drafts,
         )
         with Bar("reading", stream.result.prompt_tokens) as bar:
             code = write(_each(stream, write_frame), shown is not OutputMode.JSON, shown is OutputMode.JSON_STREAM)

@@ -455,12 +455,12 @@ class Decoder:
         end = max(self._ends) + 1
         headroom = max(self._captured_end - end, 0)
         step = Step(
-            positions,
-            lengths,
-            after,
-            self._prompt_ends,
-            end + headroom,
-            ids,
+            positions=positions,
+            lengths=lengths,
+            next_positions=after,
+            prompt_ends=self._prompt_ends,
+            end=end + headroom,
+            ids=ids,
             graph_headroom=headroom,
             is_captured=is_captured,
             places=self._cache.rows.places(positions),

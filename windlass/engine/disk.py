@@ -326,7 +326,13 @@ class DiskTier:
             files = [self._segment(file.owner, number) for _, number in file.segments]
             before = prompt_cache.read_segments(file.segments, files)
             cache = prompt_cache.load(
-                path, self._model, KVCache.from_options, own.policy, own.recall_folder, None, before
+                path,
+                self._model,
+                KVCache.from_options,
+                policy=own.policy,
+                recall_folder=own.recall_folder,
+                tokenizer=None,
+                before=before,
             )
             ours, its = (each.labels() | {"rollback": each.rollback} for each in (own, cache.options))
             if cache.tokens != [list(file.tokens)] or its != ours:

@@ -185,12 +185,12 @@ def passes(
         tokens = torch.zeros_like(at)
         tokens[row] = torch.tensor([ids[place] for place in places.tolist()])
         yield Step(
-            at.to(cache.device),
-            tuple(len(places) * (index == row) for index in range(cache.batch_size)),
-            ends.to(cache.device),
-            prompt_ends.to(cache.device),
-            max(cache.next_positions),
-            tokens.to(cache.device),
+            positions=at.to(cache.device),
+            lengths=tuple(len(places) * (index == row) for index in range(cache.batch_size)),
+            next_positions=ends.to(cache.device),
+            prompt_ends=prompt_ends.to(cache.device),
+            end=max(cache.next_positions),
+            ids=tokens.to(cache.device),
             defer_eviction=not is_insert,
             is_prompt=True,
             is_rewrite=not is_insert,

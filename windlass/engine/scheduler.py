@@ -545,7 +545,15 @@ class Scheduler(Service):
                     continue
                 asked = ticket.request.speculate or self._speculate
                 drafter = None if asked == OFF else drafter_of(asked, self._model)
-                task = ActiveRequest(ticket, lane, row, self._model, self._tokenizer, self._snapshots, drafter)
+                task = ActiveRequest(
+                    ticket,
+                    lane,
+                    row,
+                    model=self._model,
+                    tokenizer=self._tokenizer,
+                    snapshots=self._snapshots,
+                    drafter=drafter,
+                )
                 self._tasks.append(task)
                 self._reading.append(task)
                 self._snapshots.under_way.append(task)

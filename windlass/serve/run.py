@@ -266,7 +266,16 @@ def scheduler_of(
     """The engine, which is still to be started."""
     disk = None if asked.reuse_folder is None else DiskTier(asked.reuse_folder, asked.disk_bytes, model)
     drafts = load_drafts(asked.speculate, model, tokenizer, asked.options)
-    return Scheduler(model, tokenizer, asked.all_rows, asked.limits, asked.reuse_bytes, watcher, disk, drafts)
+    return Scheduler(
+        model,
+        tokenizer,
+        rows=asked.all_rows,
+        limits=asked.limits,
+        reuse_bytes=asked.reuse_bytes,
+        watcher=watcher,
+        disk=disk,
+        speculate=drafts,
+    )
 
 
 def server_of(

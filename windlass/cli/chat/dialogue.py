@@ -130,11 +130,11 @@ class Dialogue:
                     self.session.tokenizer,
                     text,
                     self.cache,
-                    self.max_tokens,
-                    self.sampling,
-                    self._stop,
-                    bar,
-                    self._speculate,
+                    max_tokens=self.max_tokens,
+                    sampling=self.sampling,
+                    stop=self._stop,
+                    progress=bar,
+                    speculate=self._speculate,
                 )
                 code = write(stream, is_shown=True) if self._show is None else self._show(stream)
         except BaseException:
