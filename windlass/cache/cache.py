@@ -64,7 +64,7 @@ def check_across_ranks(options: CacheOptions, heads: RankHeads | None) -> None:
         )
 
 
-def check_fit(heads: RankHeads | None) -> None:
+def check_fit_ranks(heads: RankHeads | None) -> None:
     """Raises: UsageError where the values of kept tokens would be fitted to the queries of this rank alone."""
     if heads is not None and not heads.is_split and not heads.has_all_queries:
         raise UsageError(
@@ -111,7 +111,7 @@ def pins_behind(sinks: int, pins: Sequence[tuple[int, int]]) -> tuple[tuple[int,
     return tuple(found)
 
 
-def check_fits(tokens: int, options: CacheOptions, layers: int, pins: Sequence[tuple[int, int]] = ()) -> None:
+def check_sinks_fit(tokens: int, options: CacheOptions, layers: int, pins: Sequence[tuple[int, int]] = ()) -> None:
     """Raises: UsageError where a row with these options, in a model of so many layers, has no room for the sinks."""
     if options.sinks == SYSTEM:
         budgets = [leaf.limits.budget for leaf in leaves_of(options, layers)]
@@ -140,7 +140,7 @@ def check_sinks(
         )
 
 
-def check_known(cache: CacheState, lengths: Iterable[int]) -> None:
+def check_sinks_set(cache: CacheState, lengths: Iterable[int]) -> None:
     """Raises: UsageError where a row is to read tokens, and its number of sinks has not been set."""
     if cache.options.sinks != SYSTEM:
         return
@@ -289,7 +289,7 @@ class TextCache(CacheState):
             if positions is not None:
                 check_positions(ours, positions.to(self.device))
             step = rows.step(ours, lengths, ids, how, rows.places(ours, axes))
-        check_known(self, step.lengths)
+        check_sinks_set(self, step.lengths)
         check_pictures(self, step)
         if step.is_rewrite:
             check_rewrite(self, step.end)
@@ -302,15 +302,15 @@ class TextCache(CacheState):
         """Write, attend, observe and evict in one layer. The model's attention calls it."""
         step = self.text.pending
         assert step is not None, "attend outside of a pass"
-        asked = LayerCall(queries, keys, values, step, self.positions, call)
+        layer_call = LayerCall(queries, keys, values, step, self.positions, call)
         take: Take = SlotLayer.step
         if step.is_second_pass:
             take = second_pass if self.fitting is None else self.fitting.second_pass
         elif step.is_rewrite:
             if self.divergence is not None and self.divergence.index == layer:
-                self.divergence.reached(asked)
+                self.divergence.reached(layer_call)
             take = rewrite
-        return self.by_layer[layer].step(take, asked)
+        return self.by_layer[layer].step(take, layer_call)
 
     @no_inference_mode
     def fused_decode(

@@ -71,14 +71,14 @@ def shared_budgets(
     protected = (limits.sinks if sinks is None else sinks) + limits.window
     deepest = max(score.shape[-1] for score in scores)
     if heads is not None:
-        deepest = max(heads.ranks.gathered(deepest))
+        deepest = max(heads.ranks.all_gather(deepest))
     found = torch.zeros(2, deepest, len(scores), dtype=torch.float64)
     for layer, score in enumerate(scores):
         ordered = score.double().sort(dim=-1, descending=True).values.flatten(0, 1)
         is_there = ordered > -torch.inf
         found[0, : ordered.shape[1], layer] = ordered.where(is_there, 0.0).sum(0)
         found[1, : ordered.shape[1], layer] = is_there.sum(0)
-    total, count = found if heads is None else heads.ranks.sum(found)
+    total, count = found if heads is None else heads.ranks.all_reduce(found)
     table = (total / count.clamp(min=1)).where(count > 0, -torch.inf)
     # Each layer keeps its best rank, however low its score.
     wanted = (limits.budget - protected - 1) * len(scores)

@@ -504,7 +504,7 @@ def held_positions(cache: CacheState, row: int) -> set[int]:
     """The positions of a row's tokens that any head of any layer holds, on any rank."""
     held = [layer.positions[row].flatten() for layer in cache.layers if not layer.is_empty]
     own = {position for each in held for position in each.unique().tolist() if position >= 0}
-    return own if cache.heads is None else own.union(*cache.heads.ranks.gathered(own))
+    return own if cache.heads is None else own.union(*cache.heads.ranks.all_gather(own))
 
 
 def takes_edits(cache: CacheState, end: int, has_gaps: bool) -> bool:

@@ -42,7 +42,7 @@ from windlass.kernels.reference import digest_of
 from windlass.stores.base import Parts, Store
 
 PIECE: Final = 1024  # tokens of the first segment
-LARGEST: Final = 4  # such pieces of a segment on the host: each copy of a row has the newest one of its own
+LARGEST: Final = 4  # most pieces in a segment on the host, as each copy of a row copies the newest segment
 
 
 RECALL: Final = "recall."  # prefix of the names of a recall store's tensors

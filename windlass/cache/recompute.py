@@ -76,7 +76,7 @@ def rewrite(layer: SlotLayer, call: LayerCall) -> Attended:
     if layer.is_shared:
         layer.views.append(view.kept())
     out, _ = attend(view, layer.rules, layer.rotary, queries, call.mode, call.attention, None)
-    _let_go(layer, standing, written, held)
+    _free_evicted(layer, standing, written, held)
     return out
 
 
@@ -85,7 +85,7 @@ def write_over(layer: SlotLayer, call: LayerCall) -> None:
     layer.make_room(call.keys, call.values, is_decode=False, defer_eviction=True)
     held = layer.table.occupancy_bound
     _, standing, written = _put(layer, call)
-    _let_go(layer, standing, written, held)
+    _free_evicted(layer, standing, written, held)
 
 
 def _put(layer: SlotLayer, call: LayerCall) -> tuple[Queries, SlotLookup, SlotIndex]:
@@ -101,7 +101,7 @@ def _put(layer: SlotLayer, call: LayerCall) -> tuple[Queries, SlotLookup, SlotIn
     return queries, standing, written
 
 
-def _let_go(layer: SlotLayer, standing: SlotLookup, written: SlotIndex, held: int) -> None:
+def _free_evicted(layer: SlotLayer, standing: SlotLookup, written: SlotIndex, held: int) -> None:
     """Free the new slots of tokens that the layer had evicted. Earlier steps can't be rolled back."""
     table = layer.table
     now = table.positions.gather(-1, written)

@@ -442,11 +442,11 @@ class Chat:
 
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """The tokens that are read before the question is known."""
-        return encode(tokenizer, templates.begun(tokenizer, self.beginning), is_start=True)
+        return encode(tokenizer, templates.user_start(tokenizer, self.beginning), is_start=True)
 
     def asking(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """The rest of the message, and the first words of the reply."""
-        return templates.rest(tokenizer, self.question.question) + self.question.prefix
+        return templates.user_end(tokenizer, self.question.question) + self.question.prefix
 
 
 @dataclass(frozen=True)

@@ -204,9 +204,15 @@ class Snapshots:
         remap(row.cache, plan.moves(len(row.tokens)), plan.end)
         if request.options.sinks == SYSTEM:
             row.cache.set_sinks(request.head)
-        passes, sound = tuple(end for end in row.passes if end <= plan.head), min(plan.head, row.read_in_order)
+        passes, exact = tuple(end for end in row.passes if end <= plan.head), min(plan.head, row.read_in_order)
         entry = replace(
-            row, key=key, tokens=request.tokens[: plan.end], passes=passes, logits=None, logits_end=None, sound=sound
+            row,
+            key=key,
+            tokens=request.tokens[: plan.end],
+            passes=passes,
+            logits=None,
+            logits_end=None,
+            exact_tokens=exact,
         )
         return EditedRow(entry, gaps, plan.cached - plan.head, plan.again)
 

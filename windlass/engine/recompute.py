@@ -1,4 +1,4 @@
-"""Tokens that are read in the middle of a text: of joined chunks a second time, and of an edited history.
+"""Passes over tokens in the middle of a text: recomputed tokens of joined parts, new tokens of an edited history.
 
 `Alignment` finds the tokens that an edited history shares with the text before the edit.
 """
@@ -170,7 +170,7 @@ def own_starts(begins: int | None, firsts: Sequence[int], spans: Sequence[Span])
     return {span.start for first, span in pairs if first == begins and span.start > 0 and not span.is_exact}
 
 
-def passes(
+def rewrite_steps(
     cache: KVCache, positions: Sequence[int], ids: Mapping[int, int], row: int, is_insert: bool = False
 ) -> Iterator[Step]:
     """Yield steps that read the tokens at these ascending positions again, in place, over cached tokens.
@@ -221,7 +221,7 @@ def divergence(
     found = Divergence(LOOKED_AT, layer)
     cache.divergence = found
     try:
-        for step in passes(cache, positions, ids, row):
+        for step in rewrite_steps(cache, positions, ids, row):
             with suppress(StopAtLayer):
                 read_step(model, cache, step)
     finally:
@@ -229,7 +229,7 @@ def divergence(
     distances = found.of_row(row)
     found.keep()
     if cache.heads is not None and cache.heads.is_split:  # a distance is a sum over all heads
-        return cache.heads.ranks.sum(distances)
+        return cache.heads.ranks.all_reduce(distances)
     return distances
 
 

@@ -283,7 +283,7 @@ class Ticket:
 
     @property
     def is_gone(self) -> bool:
-        """Return True if its row is free again, or will be before the engine's next turn."""
+        """Return True if its row is free again, or will be before the engine's next iteration."""
         return self._is_over or self.is_cancelled
 
     @property

@@ -28,7 +28,8 @@ from windlass.hf.load import load
 from windlass.hf.weights import weight_bytes
 
 LOOKUP, OFF = "lookup", "off"  # the names of options
-SHORTEST, USUAL, MATCHED = 2, 3, 5  # last tokens that came before: after a hit, at first, and after a miss
+# Length of the n-gram that must match: after a hit, at first, after a miss (and the longest looked for).
+SHORTEST, USUAL, MATCHED = 2, 3, 5
 CANDIDATES: Final = 8  # places that are compared, at most
 BUCKETS: Final = 1 << 16
 NOWHERE: Final = -1
@@ -239,11 +240,11 @@ class Drafter:
 
 
 Speculate = str | DraftModel | None
-"""`lookup`, `off` as None, or a model that drafts."""
+"""`lookup`, `off` (the same as None), or a `DraftModel`."""
 
 
 def check_speculate(speculate: Speculate) -> None:
-    """Raises: UsageError for anything else."""
+    """Raises: UsageError for a value that is not a `Speculate`."""
     if speculate not in (LOOKUP, OFF, None) and not isinstance(speculate, DraftModel):
         raise UsageError(f"speculate={shown(speculate)} is no kind of drafts. Use {LOOKUP!r}, {OFF!r}, or a DraftModel")
 

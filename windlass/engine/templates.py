@@ -1,9 +1,9 @@
 """Chat templates: from the messages of a conversation to the text that a cache still lacks.
 
-`has_template` tells whether a tokenizer brings one. An empty cache is fed `opening`, a cache that ends with a reply
-`following`. `begun` and `rest` write one message of the user in two parts, the first of which may be kept in a prompt
-cache. `standing` tells where the text of a cache ends, from its token ids. Any error of a template becomes a UsageError
-of one line. All but `has_template` and `standing` refuse a tokenizer without a template.
+`has_template` tells whether a tokenizer brings one. An empty cache is fed `first_prompt`, a cache that ends with a
+reply `next_prompt`. `user_start` and `user_end` write one message of the user in two parts, the first of which may be
+kept in a prompt cache. `text_end` tells where the text of a cache ends, from its token ids. Any error of a template
+becomes a UsageError of one line. All but `has_template` and `text_end` refuse a tokenizer without a template.
 
 A text that these functions give is tokenized with the tokenizer's special tokens where the cache is empty, and
 without them where it is not, as `windlass.stream` does.
@@ -272,7 +272,7 @@ def json_text(value: Any) -> str:
 
 
 Message = dict[str, str]  # of `role` (system, user or assistant) and `content`
-Standing = Literal["bare", "user", "reply"]
+TextEnd = Literal["no_message", "user", "reply"]
 
 REPLY = "\u2042reply\u2042"  # stands for a reply in a template, and appears in no text
 TEXT = "\u2042text\u2042"  # stands for a text of the user
@@ -288,7 +288,7 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(tokenizer.chat_template)
 
 
-def opening(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+def first_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
     """The text to feed to an empty cache, up to the start of the reply to the last message.
 
     Raises: UsageError for a tokenizer without a template, or with one that fails.
@@ -296,7 +296,7 @@ def opening(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> 
     return without_start(tokenizer, _rendered(tokenizer, messages))
 
 
-def following(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ended_with: str = "") -> str:
+def next_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ended_with: str = "") -> str:
     """The text to feed to a cache that holds everything up to the latest reply, for the messages after it.
 
     `messages` is the whole conversation, the new messages included. The texts of its replies are not read. `ended_with`
@@ -313,14 +313,14 @@ def following(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], e
     return rest.lstrip().removeprefix(ended_with) if _goes_on(rest, ended_with) else rest
 
 
-def begun(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = None) -> str:
+def user_start(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = None) -> str:
     """The text to feed to an empty cache for a message of the user that begins with `text` and is not at its end."""
     before = _rendered(tokenizer, [*of_system(system), message("user", TEXT)]).partition(TEXT)[0]
     return without_start(tokenizer, before) + text
 
 
-def rest(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text to feed after `begun`: the rest of the message, up to the start of the reply."""
+def user_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text to feed after `user_start`: the rest of the message, up to the start of the reply."""
     return text + _rendered(tokenizer, [message("user", TEXT)]).rpartition(TEXT)[2]
 
 
@@ -329,22 +329,22 @@ def of_system(system: str | None) -> list[Message]:
     return [] if system is None else [message("system", system)]
 
 
-def standing(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[Standing, str]:
-    """The place where a text of these token ids ends, and the `ended_with` for `following`.
+def text_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[TextEnd, str]:
+    """The place where a text of these token ids ends, and the `ended_with` for `next_prompt`.
 
-    `user`: within a message of the user (see `begun`). `reply`: in or after a reply. `bare`: it has no message.
+    `user`: within a message of the user (see `user_start`). `reply`: in or after a reply. `no_message`: it has none.
     """
     if not has_template(tokenizer):
-        return "bare", ""
+        return "no_message", ""
     turns = [message("user", TEXT), message("assistant", REPLY), message("user", TEXT)]
-    first, after = _rendered(tokenizer, turns[:1]), following(tokenizer, turns)
+    first, after = _rendered(tokenizer, turns[:1]), next_prompt(tokenizer, turns)
     head, end = map(_bare, (first.partition(TEXT)[0], first.rpartition(TEXT)[2]))
     between = _bare(after.partition(TEXT)[0])
     shared = next((at for at in range(len(head)) if between.endswith(head[at:])), len(head))
     held = _bare(str(tokenizer.decode(list(ids), skip_special_tokens=False)))
     _, found, since = held.rpartition(head[shared:])
     if not (found and head[shared:]):
-        return "bare", ""
+        return "no_message", ""
     if end not in since:
         return "user", ""
     last = str(tokenizer.decode(list(ids[-1:]), skip_special_tokens=False))

@@ -49,8 +49,8 @@ from windlass.hf.passes import (
     check_arguments,
     check_call,
     check_model,
-    fed,
     inference_only,
+    model_input,
     not_compiled,
     real_columns,
     sees_to,
@@ -434,7 +434,7 @@ class AttachedModel(Attachment):
         if cache.model_id is not self:
             raise UsageError("this KVCache was made for another model, or before this one was attached. Make a new one")
         check_call((self.decoder.inner, self.decoder.outer), bound)
-        columns, ids = fed(bound)
+        columns, ids = model_input(bound)
         batch, tokens = columns.shape[:2]
         check_picks(self.indexers, cache, tokens, self.indexed.unserved)
         positions, axes = self.axes.split(bound.get(POSITIONS), self.decoder.first_position)

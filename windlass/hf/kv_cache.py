@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cache.cache import check_across_ranks, check_fit
+from windlass.cache.cache import check_across_ranks, check_fit_ranks
 from windlass.cache.compress import compress
 from windlass.cache.merging import Merge, checked_merge
 from windlass.cache.options import DEFAULT_RECALL_STORE, CacheOptions
@@ -325,7 +325,7 @@ class KVCache(ModelCache):
         """
         check_kind("fit", fit, bool, "True or False")
         if fit:
-            check_fit(self.heads)
+            check_fit_ranks(self.heads)
             compress_fitted(self, budget, window)
         else:
             compress(self, budget, window)

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UsageError
-from windlass.hf.passes import POSITIONS, fed, our_cache, real_columns
+from windlass.hf.passes import POSITIONS, model_input, our_cache, real_columns
 from windlass.positions.rotary import Rotary
 
 DELTAS: Final = "rope_deltas"  # of a model's text: how far places lag behind columns. Not of a cache, so any text's
@@ -130,7 +130,7 @@ def _of_new_columns(
     mask = bound.arguments.get("attention_mask")
     if mask is None:
         return args, kwargs
-    tokens = fed(bound.arguments)[0].shape[1]
+    tokens = model_input(bound.arguments)[0].shape[1]
     real_columns(mask, cache, tokens)
     bound.arguments["attention_mask"] = mask[:, -tokens:]
     return bound.args, bound.kwargs

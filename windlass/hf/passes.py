@@ -98,7 +98,7 @@ def _asks_attentions(config: Any) -> bool:
     return bool(own[name] if name in own else getattr(config, name[1:], False))
 
 
-def fed(arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+def model_input(arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """The input of a pass, ids or embeddings, and the ids. Raises: UsageError for no tokens."""
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     columns = ids if ids is not None else embeds

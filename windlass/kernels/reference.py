@@ -546,7 +546,7 @@ def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Sc
     store, kv_heads = slots.recall, slots.keys.data.shape[1]
     assert store is not None, "recall without a store"
     queries = new.queries.float()
-    queries = (queries if store.turn is None else rotate(queries, *store.turn)) * slots.scale
+    queries = (queries if store.cos_sin is None else rotate(queries, *store.cos_sin)) * slots.scale
     pieces = tuple(piece.keys for piece in store.pieces)
     best = best_pages(
         PageInput(

@@ -126,7 +126,7 @@ class SummedMass(Wrapper):
         return repr(self.policy)
 
     def observe(self, slots: Slots, observation: Observation) -> None:
-        mass = self.heads.ranks.sum(observation.mass.sum(1, keepdim=True))
+        mass = self.heads.ranks.all_reduce(observation.mass.sum(1, keepdim=True))
         self.policy.observe(slots, replace(observation, mass=mass))
 
     def score(self, slots: Slots) -> Scores:

@@ -10,7 +10,7 @@ from windlass.engine.request import Piece
 from windlass.serve.chat import AnswerDocuments, AnswerHeader, PartialText, windlass_of
 from windlass.serve.errors import UNSUPPORTED, ApiError, BadField, named_event
 from windlass.serve.parsers import Call, CallPart, TextPart
-from windlass.serve.prompts import called
+from windlass.serve.prompts import tool_call
 from windlass.serve.schema import (
     FUNCTION_TAG,
     Body,
@@ -110,7 +110,7 @@ class InputMessage(Body):
         ]
         texts = [each for each in blocks if isinstance(each, TextBlock)]
         thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
-        calls = [called(each.id, each.name, each.input) for each in blocks if isinstance(each, ToolUseBlock)]
+        calls = [tool_call(each.id, each.name, each.input) for each in blocks if isinstance(each, ToolUseBlock)]
         if len(results) == len(blocks) and blocks:
             return found
         own: dict[str, Any] = {"role": self.role, "content": (text_of(texts),)}

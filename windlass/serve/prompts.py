@@ -101,7 +101,7 @@ def _call_as_sent(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_conversation(name: str, messages: Messages, most: int) -> None:
     """Raises: BadField, for the field `name`, where messages have more than `most` characters, or too many chunks."""
-    texts = written(messages, lambda chunk: chunk.text)
+    texts = plain_messages(messages, lambda chunk: chunk.text)
     size = sum(len(each["content"]) + len(each.get("reasoning_content", "")) for each in texts)
     if size > most:
         raise BadField(name, f"must have at most {most} characters in all, got {size}")
@@ -141,7 +141,7 @@ def _of_assistant(message: AssistantMessage) -> dict[str, Any]:
     return found
 
 
-def called(number: Any, function: str, arguments: Any) -> dict[str, Any]:
+def tool_call(number: Any, function: str, arguments: Any) -> dict[str, Any]:
     """A call as templates take it: arguments that are an object of JSON as an object, all others as a string."""
     made = {"type": "function", "function": {"name": function, "arguments": _object_or_string(arguments)}}
     return {"id": number, **made} if isinstance(number, str) else made
@@ -173,14 +173,14 @@ def _calls(message: AssistantMessage) -> list[dict[str, Any]]:
 def _call(given: Mapping[str, Any]) -> dict[str, Any]:
     custom, function = given.get("custom"), given.get("function")
     if isinstance(custom, Mapping):
-        return called(given.get("id"), _first_string(custom, CALL_NAMES), {"input": custom.get("input")})
+        return tool_call(given.get("id"), _first_string(custom, CALL_NAMES), {"input": custom.get("input")})
     parts = function if isinstance(function, Mapping) else given
-    return called(given.get("id"), _first_string(parts, CALL_NAMES), parts.get("arguments"))
+    return tool_call(given.get("id"), _first_string(parts, CALL_NAMES), parts.get("arguments"))
 
 
 def _call_of_part(part: Mapping[str, Any]) -> dict[str, Any]:
     arguments = next((part[name] for name in CALL_ARGUMENTS if part.get(name) is not None), None)
-    return called(_first_string(part, CALL_IDS) or None, _first_string(part, CALL_NAMES), arguments)
+    return tool_call(_first_string(part, CALL_IDS) or None, _first_string(part, CALL_NAMES), arguments)
 
 
 def _first_string(given: Mapping[str, Any], names: tuple[str, ...]) -> str:
@@ -199,7 +199,7 @@ def _object_or_string(arguments: Any) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
-def written(messages: Messages, chunk: Callable[[Chunk], str]) -> list[dict[str, Any]]:
+def plain_messages(messages: Messages, chunk: Callable[[Chunk], str]) -> list[dict[str, Any]]:
     """Return the messages as templates take them, with all text in strings. `chunk` returns the text of a chunk."""
 
     def joined(content: tuple[str | Chunk, ...]) -> str:
@@ -426,7 +426,7 @@ class PromptTokenizer:
         # A mark stands for each chunk, so that the template cannot join its tokens with those around it.
         mark, chunks, (pins, later) = secrets.token_hex(16), chunks_of(messages), pins_of(messages)
         numbers = iter(range(len(chunks)))
-        given = written(messages, lambda _: f"<{mark}-{next(numbers)}>")
+        given = plain_messages(messages, lambda _: f"<{mark}-{next(numbers)}>")
         with self._lock:
             source, given, text, form = self._rendered(given, tools, variables)
             reply = reply_form(source, form, bool(tools))
@@ -534,7 +534,7 @@ class PromptTokenizer:
         try:
             source = self.tokenizer.get_chat_template(tools=given)
             _check_variables(variables, source)
-            messages = fitted(messages, source)
+            messages = fit_to_template(messages, source)
             text, form = rendered(self.tokenizer, messages, tools, variables)
         except BadField:
             raise
@@ -568,7 +568,7 @@ class PromptTokenizer:
         return token_text(self.tokenizer, token), None if codes is None else list(codes)
 
 
-def fitted(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+def fit_to_template(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
     """Messages with the names and ids that a chat template asks for.
 
     gpt-oss reads a thought as `thinking`, and refuses one beside a text and a call. Mistral refuses ids of calls that

@@ -126,7 +126,7 @@ class RequestBuilder:
     """Makes requests of the engine. `most_texts`: of one HTTP request. `reuse`: the mode of one that names none."""
 
     service: Service
-    words: PromptTokenizer
+    tokenizer: PromptTokenizer
     most_texts: int
     reuse: ReuseMode
 
@@ -157,7 +157,7 @@ class RequestBuilder:
         top, form = top_logprobs_of(body), prompts[0].form
         stops = self._stops(body, form)
         marks = form.marks(isinstance(body, ChatRequest) and bool(body.callable))
-        hidden = self.words.hidden(marks) if isinstance(body, ChatRequest) else None
+        hidden = self.tokenizer.hidden(marks) if isinstance(body, ChatRequest) else None
         requests = tuple(
             Request(
                 prompt=prompt.ids,
@@ -203,9 +203,9 @@ class RequestBuilder:
             raise BadField("n", f"times {len(prompts)} prompts must be at most {self.most_texts} texts")
         if body.stream_options is not None and not body.stream:
             raise BadField("stream_options", "requires `stream: true`")
-        self.words.check("logit_bias", [*map(int, body.logit_bias)])
+        self.tokenizer.check("logit_bias", [*map(int, body.logit_bias)])
         for prompt in prompts:
-            self.words.check("prompt", prompt.ids)
+            self.tokenizer.check("prompt", prompt.ids)
             if not prompt.ids:
                 raise ApiError(400, "the prompt is empty. Give at least one token", "prompt", "invalid_value")
 
@@ -217,13 +217,13 @@ class RequestBuilder:
 
     def _stops(self, body: TextRequest, form: ReplyForm) -> Stops:
         try:
-            stops = self.words.stops(body.stop)
+            stops = self.tokenizer.stops(body.stop)
         except UsageError as error:
             raise of_usage(error, "stop") from error
         if isinstance(body, ChatRequest):
-            stops = replace(stops, ids=stops.ids | {*self.words.marks("".join(form.calls.ends)).values()})
-        if body.suffix and self.words.infill is not None:
-            return replace(stops, ids=stops.ids | self.words.infill.ends)
+            stops = replace(stops, ids=stops.ids | {*self.tokenizer.marks("".join(form.calls.ends)).values()})
+        if body.suffix and self.tokenizer.infill is not None:
+            return replace(stops, ids=stops.ids | self.tokenizer.infill.ends)
         return stops
 
 

@@ -9,7 +9,7 @@ from windlass.engine.request import Piece
 from windlass.serve.chat import AnswerDocuments, AnswerHeader, PartialText, usage_of
 from windlass.serve.errors import MISSING, ApiError, BadField, named_event
 from windlass.serve.parsers import Call, TextPart
-from windlass.serve.prompts import called, content_of, of_message
+from windlass.serve.prompts import content_of, of_message, tool_call
 from windlass.serve.schema import (
     FUNCTION_TAG,
     Body,
@@ -323,7 +323,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
 
 
 def _call(number: Any, name: str, arguments: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": (), "tool_calls": [called(number, name, arguments)]}
+    return {"role": "assistant", "content": (), "tool_calls": [tool_call(number, name, arguments)]}
 
 
 def _together(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

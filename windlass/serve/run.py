@@ -1,4 +1,4 @@
-"""From a model to a server that runs: its engine, its words, its socket."""
+"""Start a server for a model: engine, tokenizer, socket."""
 
 import logging
 import os
@@ -82,7 +82,7 @@ def hosts_of(host: str, keys: tuple[str, ...]) -> tuple[str, ...] | None:
     return None if keys else tuple({*LOOPBACK, host})
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """A socket that listens there. Raises: UsageError where that cannot be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -251,27 +251,27 @@ class ServeOptions:
 Start = Callable[[PreTrainedModel, PreTrainedTokenizerBase, ServeOptions, Watcher], Service]
 
 
-def started_service(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher
+def start_service(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ServeOptions, watcher: Watcher
 ) -> Service:
     """The engine, which runs already."""
-    scheduler = scheduler_of(model, tokenizer, asked, watcher)
+    scheduler = scheduler_of(model, tokenizer, options, watcher)
     scheduler.start()
     return scheduler
 
 
 def scheduler_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher | None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ServeOptions, watcher: Watcher | None
 ) -> Scheduler:
     """The engine, which is still to be started."""
-    disk = None if asked.reuse_folder is None else DiskTier(asked.reuse_folder, asked.disk_bytes, model)
-    drafts = load_drafts(asked.speculate, model, tokenizer, asked.options)
+    disk = None if options.reuse_folder is None else DiskTier(options.reuse_folder, options.disk_bytes, model)
+    drafts = load_drafts(options.speculate, model, tokenizer, options.options)
     return Scheduler(
         model,
         tokenizer,
-        rows=asked.all_rows,
-        limits=asked.limits,
-        reuse_bytes=asked.reuse_bytes,
+        rows=options.all_rows,
+        limits=options.limits,
+        reuse_bytes=options.reuse_bytes,
         watcher=watcher,
         disk=disk,
         speculate=drafts,
@@ -281,37 +281,39 @@ def scheduler_of(
 def server_of(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    asked: ServeOptions,
+    options: ServeOptions,
     service: Service,
     sessions: SessionLimits | None = None,
 ) -> Server:
     """The routes of an engine that runs, with the `sessions` that it remembers (default: the usual limits)."""
-    sessions = asked.settings.sessions if sessions is None else sessions
-    words = PromptTokenizer(tokenizer, end_of_text(model), vocabulary_of(model), marks_messages=asked.reuse_bytes > 0)
-    return Server(service, words, replace(asked.settings, facts=ModelFacts.of(model), sessions=sessions))
+    sessions = options.settings.sessions if sessions is None else sessions
+    prompts = PromptTokenizer(
+        tokenizer, end_of_text(model), vocabulary_of(model), marks_messages=options.reuse_bytes > 0
+    )
+    return Server(service, prompts, replace(options.settings, facts=ModelFacts.of(model), sessions=sessions))
 
 
 def serve(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    asked: ServeOptions,
-    started: Start = started_service,
+    options: ServeOptions,
+    started: Start = start_service,
     say: Callable[[str], None] = print,
 ) -> int:
     """Serve until a signal ends it. Once clients can connect, `say` gets the address. Returns the exit code.
 
     Raises: UsageError where the address cannot be had.
     """
-    listener = bound(asked.host, asked.port)
+    listener = bind(options.host, options.port)
     with listener:
         watch = SchedulerWatcher()
-        service = started(model, tokenizer, asked, watch)
+        service = started(model, tokenizer, options, watch)
         try:
-            page = ViewApp(watch, tokenizer, service.status, asked.is_shown)
-            http = HttpServer(server_of(model, tokenizer, asked, service), page)
+            page = ViewApp(watch, tokenizer, service.status, options.is_shown)
+            http = HttpServer(server_of(model, tokenizer, options, service), page)
             limit, rows = service.status().bytes_limit, service.status().total_rows
             listener.listen()  # from here on clients can connect, and wait until the server answers
-            say(f"{address_of(asked.host, listener)}/v1 ({asked.name}, {rows} rows, {limit:,} bytes)")
+            say(f"{address_of(options.host, listener)}/v1 ({options.name}, {rows} rows, {limit:,} bytes)")
             http.run(sockets=[listener])
         finally:
             service.stop()
@@ -326,7 +328,7 @@ FAILED: Final = 1  # the exit code
 def serve_together(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    asked: ServeOptions,
+    options: ServeOptions,
     say: Callable[[str], None] = print,
 ) -> int:
     """Serve until a signal ends rank 0. All processes call this. Returns the exit code: 1 where a rank was lost.
@@ -337,36 +339,36 @@ def serve_together(
     Raises: UsageError where the address cannot be had. Also for a view, which would show the heads of one rank, and for
     memory for reuse, where a client would delete prefixes on rank 0 alone.
     """
-    if asked.is_shown:
+    if options.is_shown:
         raise UsageError("--view would show the heads of rank 0 alone. Leave it out with --tensor-parallel")
-    if asked.reuse_bytes:
+    if options.reuse_bytes:
         raise UsageError("--reuse keeps prefixes of rank 0 alone. Leave it out with --tensor-parallel")
     heads = attached(model).heads
     if heads is None or heads.ranks.is_first:
-        return _led(model, tokenizer, asked, say)
+        return _led(model, tokenizer, options, say)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    scheduler = scheduler_of(model, tokenizer, asked, None)
+    scheduler = scheduler_of(model, tokenizer, options, None)
     scheduler.run()
     return FAILED if scheduler.has_failed else 0
 
 
 def _led(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, say: Callable[[str], None]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ServeOptions, say: Callable[[str], None]
 ) -> int:
     engines: list[Scheduler] = []
     has_ended = Event()
 
     def started(
-        model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher
+        model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ServeOptions, watcher: Watcher
     ) -> Service:
-        engines.append(scheduler_of(model, tokenizer, asked, watcher))
+        engines.append(scheduler_of(model, tokenizer, options, watcher))
         engines[0].start()
         Thread(target=_end_with, args=(engines[0], has_ended), name="windlass-ranks", daemon=True).start()
         return engines[0]
 
     try:
-        code = serve(model, tokenizer, asked, started, say)
+        code = serve(model, tokenizer, options, started, say)
     finally:
         has_ended.set()
     return FAILED if engines[0].has_failed else code

@@ -1,4 +1,4 @@
-"""Answers that take their time: written whole or as a stream, and given up once the client has gone."""
+"""Whole and streamed answers, cancelled when the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
