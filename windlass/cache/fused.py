@@ -138,7 +138,7 @@ def _as_rows(tensors: Sequence[Tensor]) -> Tensor:
 class StepLog:
     """One step: its inputs, and the memory that undoes it.
 
-    `taken` counts the tokens that earlier steps of this object wrote, in the longest row, `tokens` in each.
+    `taken`: tokens that earlier steps of this `FusedDecode` wrote to the longest row. `tokens`: to each row.
     `lengths` are the rows' lengths in a recall store before the step. `initial` is, per layer, the state that the
     policy gave the new tokens. `before` is, per `PolicyLayers`, the state before the policy observed and evicted.
     """

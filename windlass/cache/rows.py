@@ -1,4 +1,4 @@
-"""Where the texts of a cache's batch rows stand between two steps."""
+"""State of the texts of a cache's rows between two steps."""
 
 from __future__ import annotations
 
@@ -91,15 +91,14 @@ def thinned(checkpoints: Sequence[StateCheckpoint]) -> tuple[StateCheckpoint, ..
 
 @dataclass(frozen=True, eq=False)
 class RowState:
-    """Where the text of one row stands.
+    """State of one row's text.
 
     `columns` counts the columns fed, padding included, and `since_edit` the tokens after its last edit, which are all
     that can be rolled back. `prompts` are the ranges [start, end) of positions that came in passes of several tokens,
-    drafts aside. `ids` are the tokens fed, edits aside, None where any came without
-    ids. `padding` has the ranges of columns that were no tokens. `pictures` are those of the text, dropped ones
-    included: the text after them goes on at places that differ from its positions. The first `sinks` positions are
-    never evicted (default: the number in the cache's options), nor are those in the ranges of `pins`. `checkpoints` are
-    those of recurrent layers, in order.
+    drafts aside. `ids` are the tokens fed, edits aside, None where any came without ids. `padding` has the ranges of
+    columns that were no tokens. `pictures` are those of the text, dropped ones included: the text after them goes on at
+    places that differ from its positions. The first `sinks` positions are never evicted (default: the number in the
+    cache's options), nor are those in the ranges of `pins`. `checkpoints` are those of recurrent layers, in order.
     """
 
     tokens_seen: int = 0

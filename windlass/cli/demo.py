@@ -57,7 +57,7 @@ class Facts:
 
     @property
     def asked(self) -> int:
-        """How many there are."""
+        """Number of questions."""
         return len(self.sample.turns)
 
 
@@ -71,7 +71,7 @@ class Memory:
 
     @property
     def label(self) -> str:
-        """As in the first column."""
+        """The row's name in the table."""
         return repr(self.policy).removesuffix("()") + (", recall" if self.recall else "")
 
     def cache(self, model: PreTrainedModel) -> KVCache:
@@ -228,7 +228,7 @@ class Setup:
 
     @property
     def label(self) -> str:
-        """As in the first column."""
+        """The row's name in the table."""
         chosen = (
             repr(self.policy).removesuffix("()") if self.shares is None else f"{type(self.policy).__name__}, shares"
         )
@@ -378,7 +378,7 @@ def run_all(done: list[Each], runs: Iterable[Callable[[], Each]]) -> bool:
 
 
 def _cache(model: PreTrainedModel, setup: Setup) -> KVCache:
-    """Raises: UsageError for a budget or a policy that cannot be had."""
+    """An empty cache for a row. Raises: UsageError for a budget or a policy that cannot be had."""
     return KVCache(model, setup.budget, setup.policy, positions=setup.positions, chunk=CHUNK, shares=setup.shares)
 
 

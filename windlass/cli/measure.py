@@ -56,7 +56,7 @@ PIPE_WIDTH: Final = 240
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """How rows are printed: one of `FORMATS`, and whether ratios follow them.
+    """Format of printed rows: one of `FORMATS`, and whether ratios follow them.
 
     Raises: UsageError for another format, and for ratios with JSON.
     """

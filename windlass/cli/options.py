@@ -319,7 +319,7 @@ class TextArguments:
 
 @dataclass(frozen=True)
 class TemplateArguments:
-    """How a prompt becomes a message to the model."""
+    """Conversion of a prompt to a message."""
 
     system: System = None
     is_raw: IsRaw = False
@@ -327,7 +327,7 @@ class TemplateArguments:
 
 @dataclass(frozen=True)
 class Verbosity:
-    """How much is said on stderr."""
+    """Amount of output on stderr."""
 
     is_quiet: IsQuiet = False
     is_verbose: IsVerbose = False

@@ -606,7 +606,7 @@ def kinds_of(typed: Sequence[str], first: Mapping[str, Any]) -> tuple[tuple[int,
 
 
 def _parser(option: Option) -> Callable[[str], Any]:
-    """How the value of an option is read."""
+    """The parser of an option's value."""
     if option.words:
         return number_or_word(option)
     return int_parser(f"{KIND} {option.name}", 0, MAX_NUMBER) if option.kind is int else option.kind

@@ -146,7 +146,7 @@ class Bar:
 
     @property
     def told(self) -> str:
-        """How much is read."""
+        """Tokens read, of all."""
         return f"{self.done:,} of {self.total:,} {self._unit}"
 
     @property

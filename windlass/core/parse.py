@@ -277,7 +277,7 @@ class PluginKind:
         return isinstance(what, type) and issubclass(what, self.base)
 
     def _run(self, path: Path) -> ModuleType:
-        """Unlike `import`, leaves no byte code beside the file."""
+        """Run a file as a module, and return it. Unlike `import`, leaves no byte code beside the file."""
         file = f"{self.word} file {path}"
         # A traceback, or a tool that walks all modules, opens their sources: a pipe would make it wait for ever.
         source = str(path) if path.is_file() else f"<{path}>"
@@ -496,7 +496,7 @@ def check_config(what: str, config: Any) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Why the tokenizer of a folder cannot be loaded, where its files tell. Raises: UsageError."""
+    """Raises: UsageError with the reason why a folder's tokenizer cannot be loaded, if its files tell it."""
     path = folder / "tokenizer.json"
     if path.is_file():
         found = _json(path)

@@ -93,8 +93,8 @@ def _block_bounds(block: bytes) -> tuple[int, int]:
 
 @final
 class Tokens(Sequence[int]):
-    """The ids of a text. Nobody changes them. Texts that begin alike share memory, and a longer one is made of them by
-    the time of its new tokens."""
+    """The ids of a text. Nobody changes them. Texts with a common beginning share memory. Appending takes time for the
+    new tokens only."""
 
     __slots__ = ("_blocks", "_rest")
 

@@ -130,8 +130,8 @@ def check_request(
     if least < 0 or largest >= vocabulary:
         raise UsageError(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1}")
     if not limits.alone and not any(is_alike(kind, request.options) for kind in kinds):
-        told = "; ".join(str(kind.labels()) for kind in kinds)
-        raise UsageError(f"no row has these options, {request.options.labels()}. Take one of: {told}")
+        choices = " or ".join(str(kind.labels()) for kind in kinds)
+        raise UsageError(f"no row has these options, {request.options.labels()}. Take one of: {choices}")
     check_sinks_fit(request.head, request.options, len(attached(model).rotaries), request.pins)
     if request.parts is not None:
         check_parts(request.parts, len(prompt), request.options, kept_bytes)

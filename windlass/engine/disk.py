@@ -152,7 +152,7 @@ class DiskTier:
     def put(self, kept: CacheEntry) -> None:
         """Write a cache soon, unless a file serves all that it would, or it is larger than the limit.
 
-        Caches that wait, and of which this one serves all, are not written.
+        Pending caches that this one covers are dropped.
         """
         key = self._key(kept.key)
         with self._changed:

@@ -240,8 +240,7 @@ class PromptReader(ABC):
 
 @final
 class Reader(PromptReader):
-    """Reader of a prompt from its beginning, from the end of a prefix that `snapshots` hold, or of what an edited text
-    lacks."""
+    """Reader of a prompt: from its beginning, from a prefix that `snapshots` hold, or of the gaps of an edited text."""
 
     def __init__(self, model: PreTrainedModel, request: Request, snapshots: Snapshots) -> None:
         self._model, self.request, self._snapshots = model, request, snapshots

@@ -67,7 +67,7 @@ class Service(ABC):
 
     @property
     def kinds(self) -> Sequence[CacheOptions]:
-        """Kinds of rows: each once, that of the fewest bytes first."""
+        """The kinds of rows, smallest in bytes first."""
         return (self.options,)
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
@@ -293,7 +293,7 @@ def _bare(request: Request) -> Request:
 
 
 def _try(keep: Callable[[], None]) -> None:
-    """Keep a row. An error loses what would have been kept, and no request."""
+    """Keep a row. An error loses the row, and no request."""
     try:
         keep()
     except Exception:

@@ -331,7 +331,7 @@ class ActiveRequest(RowSource):
 
     def read(self) -> None:
         """Read one more chunk of the prompt. After the last one, choose the first token, and only then keep and move
-        what was read."""
+        the row."""
         reader = self.reader
         assert reader is not None, "a prompt that was read before"
         reader.read()

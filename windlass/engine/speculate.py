@@ -106,7 +106,7 @@ class LookupIndex(DraftSource):
 
 @final
 class DraftModel:
-    """A smaller model that drafts what follows in texts of another one, whose tokenizer it shares.
+    """A smaller model that drafts tokens for another one with the same tokenizer.
 
     It reads all that the other reads, into a cache of its own with these options (default: no budget), whose `rollback`
     is raised to the longest draft. A text that begins with the last one is read from there on.
@@ -141,7 +141,7 @@ class DraftModel:
         return drafts
 
     def _read(self, text: array[int]) -> Tensor:
-        """Read what the cache lacks of a text, at least its last token, whose logits are returned."""
+        """Read the tokens of a text that the cache lacks, at least the last one. Returns its logits."""
         ends = (len(self._held) - n for n in range(min(LONGEST + 1, len(self._held)) + 1))
         common = next((end for end in ends if end < len(text) and self._held[:end] == text[:end]), 0)
         if len(self._held) - common > LONGEST + 1:

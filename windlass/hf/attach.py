@@ -98,7 +98,7 @@ class CheckedGenerate:
             vars(self._model)["generate"] = self._own
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own, whose arguments these are. Raises: UsageError for a text that does not go on."""
+        """Generate as the model does, with the same arguments. Raises: UsageError for a text that does not go on."""
         kwargs = with_cache_as(GENERATE, kwargs)
         cache, mask, embeds = (kwargs.get(name) for name in (GENERATE, "attention_mask", "inputs_embeds"))
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))

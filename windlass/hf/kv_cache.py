@@ -118,7 +118,7 @@ def _read_again(cache: ModelCache, texts: list[list[int]], fitting: Fitting) -> 
 class KVCache(ModelCache):
     """KV cache of fixed size, with keys stored before RoPE, for a model prepared by `windlass.attach`.
 
-    Pass it as `past_key_values` to the model or to `generate`, or to `windlass.stream` and its kin.
+    Pass it as `past_key_values` to the model or to `generate`, or to `windlass.stream`, `generate` and `prefill`.
     The cache sets the positions: every row of the batch has its own text, and new tokens continue it.
 
     `budget`: most tokens that a layer caches between steps, per row. None caches all of them and grows on demand.

@@ -132,7 +132,7 @@ def check_adapter(model: PreTrainedModel) -> None:
 
 
 def refuse_prefix() -> NoReturn:
-    """Raises: UsageError."""
+    """Refuse PEFT's prefix tuning. Raises: UsageError."""
     raise UsageError(
         "PEFT's prefix tuning replaces the cache by one of its own, with keys that are rotated and have no positions: "
         "leave the KVCache out, or give it to the base model. LoRA, IA3 and prompt tuning work with a KVCache"
@@ -412,13 +412,13 @@ class WholePass:
         return get_ident() in self._passes
 
     def begin(self, decoder: RunningPass) -> None:
-        """A pass of the decoder begins, in one of the whole model or alone."""
+        """Note that a pass of the decoder begins, in one of the whole model or alone."""
         decoder.is_alone = not self.is_served
         if decoder.is_alone:
             self._enter([])
 
     def end(self, decoder: RunningPass, is_complete: bool) -> None:
-        """It ends."""
+        """Note that a pass of the decoder has ended."""
         if decoder.is_alone:
             self.leave()
         elif is_complete:
@@ -426,7 +426,7 @@ class WholePass:
 
     @not_compiled
     def leave(self) -> None:
-        """No pass with a cache of ours runs in this thread."""
+        """Forget the passes of this thread."""
         self._passes.pop(get_ident(), None)
 
     @not_compiled

@@ -154,7 +154,7 @@ class Server:
         return JsonAnswer({"object": "session.deleted", "name": name, "deleted": True})
 
     async def rewind(self, http: HttpRequest, name: str, body: RewindRequest) -> Response:
-        """Leave the first messages of a session."""
+        """Keep only the first `messages` of a session."""
         tenant = caller(http, body.user)
         return JsonAnswer(await self._in_thread(partial(self._sessions.rewind, tenant, name, body.messages)))
 
@@ -393,7 +393,7 @@ class JsonRoute(APIRoute):
 
 
 async def body_of(http: HttpRequest) -> bytes:
-    """Raises: ApiError for a body of another type, and one that does not come in time."""
+    """The body of a request. Raises: ApiError for a body of another type, and one that does not come in time."""
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
         raise ApiError(415, f"send the body with the header Content-Type: {JSON_TYPE}", None, "bad_content_type")
     seconds = http.app.state.settings.request.body_seconds

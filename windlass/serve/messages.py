@@ -208,7 +208,7 @@ class MessagesPrompt(Body):
     tools: Annotated[list[Annotated[AnyTool, Discriminator(custom_kind)]], Field(max_length=128, default_factory=list)]
     """Functions that the model may call."""
     tool_choice: ToolChoice = ToolChoice(type="auto")
-    """Value of `tool_choice`: which function is to be called, if any."""
+    """`none`, `auto`, `any`, or the function that must be called."""
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
 

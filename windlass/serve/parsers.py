@@ -98,8 +98,7 @@ class _At(Enum):
 class ThoughtReader:
     """Parts a text that comes in pieces. White space around a thought belongs to neither of the two.
 
-    Args:
-        is_open: whether the prompt has begun a thought. Else the text begins one with its mark, or has none.
+    `is_open`: the prompt has begun a thought. Otherwise the text begins one with its mark, or has none.
     """
 
     def __init__(self, is_open: bool, form: ThoughtForm = THOUGHT_FORMS[0]) -> None:

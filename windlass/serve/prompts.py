@@ -560,10 +560,7 @@ class PromptTokenizer:
         return frozenset(index for mark, index in self._special.items() if mark not in marks) if marks else None
 
     def shown(self, token: int) -> tuple[str, list[int] | None]:
-        """A token's text and its own bytes, of which the text of a part of a character shows nothing.
-
-        Never waits for a text of others.
-        """
+        """A token's text, and its bytes, which the text does not show for part of a character. Takes no lock."""
         codes = token_bytes(self.tokenizer, token)
         return token_text(self.tokenizer, token), None if codes is None else list(codes)
 

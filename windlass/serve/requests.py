@@ -73,7 +73,7 @@ def _is_as_asked(kind: CacheOptions, own: dict[str, Any]) -> bool:
 
 
 def max_tokens_of(body: TextRequest, most: int, default: int) -> int:
-    """Raises: BadField for more than the server writes, or two numbers that differ."""
+    """The maximum number of tokens to write. Raises: BadField above the server's limit, or for two that differ."""
     asked = {"max_tokens": body.max_tokens}
     if isinstance(body, ChatRequest):
         asked["max_completion_tokens"] = body.max_completion_tokens
@@ -87,7 +87,7 @@ def max_tokens_of(body: TextRequest, most: int, default: int) -> int:
 
 
 def max_seconds_of(body: TextRequest, most: float | None) -> float | None:
-    """Raises: BadField for more than the server gives a request."""
+    """The timeout of a request. Raises: BadField for more than the server gives a request."""
     if body.max_seconds is not None and most is not None and body.max_seconds > most:
         raise BadField("max_seconds", f"must be at most {most:g} on this server, got {body.max_seconds:g}")
     return body.max_seconds
@@ -228,7 +228,7 @@ class RequestBuilder:
 
 
 def _has_echo(body: ChatRequest | CompletionRequest) -> bool:
-    """Raises: BadField for an echo of a prompt that is in parts, or around a gap."""
+    """Return True if the prompt is echoed. Raises: BadField where the prompt is in parts, or around a gap."""
     if not body.echo:
         return False
     for name, given in (("suffix", body.suffix), ("chunks", body.chunks)):

@@ -78,7 +78,7 @@ def check_origins(origins: tuple[str, ...]) -> None:
 
 
 def hosts_of(host: str, keys: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The names under which a server may be called: any, where it asks for a key."""
+    """The names under which a server may be called: None (any name) where it requires a key."""
     return None if keys else tuple({*LOOPBACK, host})
 
 
@@ -184,18 +184,12 @@ class PromptProtocol(H11Protocol):
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of a server.
-
-    `name` is the model's name for clients. The server writes `rows` texts with these `options` at once, and `kinds`
-    adds rows of other options. Prefixes of prompts are cached in `reuse_bytes` of memory, and also in files of
-    `disk_bytes` in all if there is a `reuse_folder`. Requests use them as `reuse` says, unless they name a mode. With
-    `is_shown`, the page at `/` shows the caches of all requests to all who may call the server. Browsers let pages of
-    `origins` read answers. `speculate`: of requests that do not say, or the name of
-    a model that drafts.
-    """
+    """Options of a server."""
 
     name: str
+    """The model's name for clients."""
     rows: int
+    """Texts with these `options` that the server writes at once."""
     options: CacheOptions
     limits: EngineLimits = field(default_factory=EngineLimits)
     host: str = "127.0.0.1"
@@ -203,13 +197,21 @@ class ServeOptions:
     keys: tuple[str, ...] = ()
     stop_seconds: float = 10.0
     reuse_bytes: int = 0
+    """Memory for cached prefixes of prompts."""
     is_shown: bool = False
+    """True if the page at `/` shows the caches of all requests to everybody who may call the server."""
     kinds: tuple[tuple[int, CacheOptions], ...] = ()
+    """Numbers of further rows, and their options."""
     reuse_folder: Path | None = None
+    """Folder of further cached prefixes, in files (None: memory only)."""
     disk_bytes: int = 1 << 30
+    """Most bytes of these files."""
     reuse: ReuseMode = PREFIX
+    """Use of cached prefixes by requests that name no mode."""
     origins: tuple[str, ...] = ()
+    """Origins whose pages may read answers in a browser."""
     speculate: str | None = None
+    """Default for requests that set none: `lookup`, `off`, or the name of a draft model."""
 
     def __post_init__(self) -> None:
         """Raises: UsageError for an address that others can reach without a key, a malformed key or origin, rows that
@@ -227,7 +229,7 @@ class ServeOptions:
 
     @property
     def all_rows(self) -> list[tuple[int, CacheOptions]]:
-        """So many rows of each kind, those of most requests first."""
+        """The number of rows of each kind and its options, the default kind first."""
         return [(self.rows, self.options), *self.kinds]
 
     @property

@@ -300,7 +300,7 @@ class Sessions:
             return {**session.document, "messages": list(session.messages)}
 
     def delete(self, tenant: str, name: str) -> None:
-        """Raises: ApiError where there is none, and for one that answers a request."""
+        """Delete a session. Raises: ApiError where there is none, and for one that answers a request."""
         with self._lock:
             session = self._session((tenant, name))
             self._check_free((tenant, name))

@@ -330,7 +330,7 @@ class Journal:
         self._write(begun + line)
 
     def close(self) -> None:
-        """The conversation has ended as it should: it becomes the last one, which `/resume` still finds."""
+        """End the journal. Its file becomes the last conversation, which `/resume` finds."""
         if self._file is None:
             return
         with suppress(OSError):
