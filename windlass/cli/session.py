@@ -325,11 +325,9 @@ def prompt_text(session: Session, prompt: str, asked: PromptInput) -> str:
         return prompt
     opened = [*templates.of_system(system), templates.message("user", prompt)]
     if not any(session.cache.tokens_seen):
-        return (
-            templates.user_start(tokenizer, prompt, system)
-            if asked.is_begun
-            else templates.first_prompt(tokenizer, opened)
-        )
+        if asked.is_begun:
+            return templates.user_start(tokenizer, prompt, system)
+        return templates.first_prompt(tokenizer, opened)
     if system is not None:
         raise UsageError(
             "--system begins a text, and this prompt cache holds one. Give it when the file is made: "
