@@ -29,10 +29,10 @@ class LargeValues(windlass.policies.Policy):
         return slots.values().float().norm(dim=-1)
 ```
 
-`windlass.testing.check_policy(LargeValues())` checks it, and `check_on_models` runs it on tiny models of every kind.
+`windlass.testing.check_policy(LargeValues())` checks it, `check_on_models` runs it on tiny models of every kind.
 `--policy file.py:LargeValues` uses it on the command line, and `KVCache(model, budget=256, policy=LargeValues())` in
-Python. A policy that joins Windlass follows the list in [CONTRIBUTING](../CONTRIBUTING.md). All
-[policies](results/policies.md) are one file each in `windlass/policies/`, but for the wrappers, which share one. The
+Python. A policy that joins Windlass follows the list in [CONTRIBUTING](../CONTRIBUTING.md).
+[Policies](results/policies.md) have one file each in `windlass/policies/`, and the wrappers share one. The
 contract below is the docstring of [`windlass/policies/base.py`](../windlass/policies/base.py), where the types are.
 """
 

@@ -16,8 +16,8 @@ GARBAGE_EVERY = 100_000  # new objects between two searches for garbage: imports
 def run() -> NoReturn:
     """Run the command line and end the process, as soon as its last line is out.
 
-    What was registered to run at the end is run. Python's own end is left out: it takes modules apart one by one,
-    which with torch takes a second, and nobody sees them again.
+    Registered exit functions run. Python's own teardown is skipped: it takes modules apart one by one, which with torch
+    takes a second, and nobody sees them again.
     """
     gc.set_threshold(GARBAGE_EVERY)
     warnings.showwarning = _note

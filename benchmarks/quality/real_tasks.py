@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import CacheOptions, KVCache, generate, prefill, system_tokens
-from windlass.engine import templates
+from windlass.engine.templates import first_prompt, message, next_prompt, user_end, user_start
 from windlass.engine.text import encode
 from windlass.evals import texts
 
@@ -90,7 +90,7 @@ def facts(material: Material, options: CacheOptions, tokens: int, part: int, is_
     """
     draw, tokenizer = random.Random(f"facts {part}"), material.tokenizer
     is_chat = bool(tokenizer.chat_template)
-    head = encode(tokenizer, templates.begun(tokenizer, INTRO) if is_chat else INTRO, is_start=True)
+    head = encode(tokenizer, user_start(tokenizer, INTRO) if is_chat else INTRO, is_start=True)
     prompts, asked, values = [], [], []
     for row, body in enumerate(material.spans(FACT_ROWS, tokens - len(head), 1000 + part)):
         kind = "number" if row % 2 else "word"
@@ -100,7 +100,7 @@ def facts(material: Material, options: CacheOptions, tokens: int, part: int, is_
         aim = (row + 0.5) / FACT_ROWS * len(body)
         place = min((abs(end - aim), end) for end in ends or [0])[1]
         prompts.append(head + body[:place] + fact + body[place : len(body) - len(fact)])
-        question = templates.rest(tokenizer, f"\n\nWhat is the magic {kind} of {name}?") if is_chat else "\n\n"
+        question = user_end(tokenizer, f"\n\nWhat is the magic {kind} of {name}?") if is_chat else "\n\n"
         asked.append(f"{question}The magic {kind} of {name} is")
         values.append(value)
     options = replace(options, sinks=len(head)) if is_pinned else options
@@ -117,7 +117,7 @@ def chats(material: Material, options: CacheOptions, part: int) -> dict[str, obj
     """Replies that begin as the system prompt asks, while turns quote novels. `late`: in the second half."""
     draw, tokenizer, model = random.Random(f"chats {part}"), material.tokenizer, material.model
     words = [texts.pair(draw).partition("-")[2].title() for _ in range(CHATS)]
-    systems = [templates.message("system", RULE.format(word=word)) for word in words]
+    systems = [message("system", RULE.format(word=word)) for word in words]
     talks = [[system] for system in systems]
     cache = KVCache.from_options(model, replace(options, batch=CHATS, rollback=0))
     if options.sinks == "system":
@@ -129,12 +129,12 @@ def chats(material: Material, options: CacheOptions, part: int) -> dict[str, obj
         prompts = []
         for row, talk in enumerate(talks):
             topic, quoted = TOPICS[(turn + row) % len(TOPICS)], str(tokenizer.decode(quotes[turn][row])).split()
-            talk.append(templates.message("user", f'I read this: "{" ".join(quoted)}" Now tell me about {topic}.'))
-            text = templates.following(tokenizer, talk, ended[row]) if turn else templates.opening(tokenizer, talk)
+            talk.append(message("user", f'I read this: "{" ".join(quoted)}" Now tell me about {topic}.'))
+            text = next_prompt(tokenizer, talk, ended[row]) if turn else first_prompt(tokenizer, talk)
             prompts.append(text)
         replies = generate(model, tokenizer, prompts, cache, REPLY)
         for row, reply in enumerate(replies):
-            talks[row].append(templates.message("assistant", reply.text))
+            talks[row].append(message("assistant", reply.text))
             last = str(tokenizer.decode(reply.tokens[-1:]))
             ended[row] = last if last in tokenizer.all_special_tokens else ""
             hits.append(reply.text.strip().strip('"').startswith(words[row]))

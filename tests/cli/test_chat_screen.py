@@ -19,7 +19,7 @@ from prompt_toolkit.utils import get_cwidth
 
 from windlass.cli import terminal as state
 from windlass.cli.chat.run import Screen, show_reply
-from windlass.cli.terminal import INTERRUPTED, Bar, Page, unechoed
+from windlass.cli.terminal import INTERRUPTED, Bar, Page, hide_keys
 
 ENTER, ALT_ENTER, CTRL_C, CTRL_D, UP = "\r", "\x1b\r", "\x03", "\x04", "\x1b[A"
 Asked = Callable[..., "str | None"]
@@ -200,7 +200,7 @@ def test_typed_keys_wait_unseen(monkeypatch: pytest.MonkeyPatch):
     with os.fdopen(theirs, "r") as terminal:
         monkeypatch.setattr("sys.stdin", terminal)
         before = termios.tcgetattr(theirs)
-        with unechoed():
+        with hide_keys():
             os.write(ours, b"typed ahead\r")
             assert os.read(theirs, 100) == b"typed ahead\r"
             assert select.select([ours], [], [], 0.1)[0] == [], "typed keys are shown"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.cli.options import file_of_info, model_and_prompt, the_model
+from windlass.cli.options import file_of_info, model_and_prompt, resolve_model
 from windlass.core.errors import UsageError
 
 DEFAULT, TYPED = True, False
@@ -64,14 +64,14 @@ def test_what_can_be_meant_as_either_is_refused(words: tuple[str, ...], model: s
 
 
 def test_a_model_alone():
-    assert the_model("a", None, TYPED) == "a"
-    assert the_model(None, "m", TYPED) == "m"
-    assert the_model("a", "m", DEFAULT) == "a"
-    assert the_model(None, "m", DEFAULT) == "m"
+    assert resolve_model("a", None, TYPED) == "a"
+    assert resolve_model(None, "m", TYPED) == "m"
+    assert resolve_model("a", "m", DEFAULT) == "a"
+    assert resolve_model(None, "m", DEFAULT) == "m"
     with pytest.raises(UsageError, match=r"two models, a and -m m\. Give one of them"):
-        the_model("a", "m", TYPED)
+        resolve_model("a", "m", TYPED)
     with pytest.raises(UsageError, match="no model"):
-        the_model(None, None, TYPED)
+        resolve_model(None, None, TYPED)
 
 
 def test_both_ways_to_ask_what_is_in_a_file():

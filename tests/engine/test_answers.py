@@ -180,9 +180,9 @@ def test_the_same_prompt_again_takes_no_pass(
         ({"logits_end": 7}, 7),
         ({"logits_end": 6}, 6),
         ({"logits_end": 9}, 6),
-        ({"logits_end": 7, "sound": 5}, 5),
-        ({"logits_end": 7, "marks": (3, 7)}, 7),
-        ({"logits_end": 7, "marks": (3, 6)}, 6),
+        ({"logits_end": 7, "exact_tokens": 5}, 5),
+        ({"logits_end": 7, "checkpoints": (3, 7)}, 7),
+        ({"logits_end": 7, "checkpoints": (3, 6)}, 6),
         ({"logits_end": 7, "holds_all": False}, 0),
     ],
 )

@@ -117,7 +117,7 @@ def test_an_edited_row_is_that_of_splices(attached_model: Models, text: Text, na
     assert reader.cache.next_positions == [len(new)]
     assert reader.cached == sum(run.size for run in runs) > len(old) - 50
     head = runs[0].size if runs[0].old == runs[0].new == 0 else 0
-    assert (reader.moved, reader.recomputed, reader.sound) == (reader.cached - head, 0, head)
+    assert (reader.moved, reader.recomputed, reader.exact_tokens) == (reader.cached - head, 0, head)
     assert max(reader.passes, default=0) <= head
     assert holds_all(reader.cache) == WIDE
     expected, logits = twin(model, old, new, runs, options)
@@ -161,7 +161,7 @@ def test_an_edit_at_the_very_end_is_a_prefix(attached_model: Models, text: Text)
         reader_of(model, new, kept(model, old, options=options), options=options, reuse=Reuse(mode=mode))
         for mode in (ReuseMode("edited"), PREFIX)
     )
-    assert (one.cached, one.moved, one.sound) == (97, 0, None)
+    assert (one.cached, one.moved, one.exact_tokens) == (97, 0, None)
     assert one.logits is not None
     assert other.logits is not None
     assert one.logits.equal(other.logits)
@@ -454,8 +454,8 @@ def test_a_row_read_in_order_stays_beside_an_edited_one(attached_model: Models, 
     options = options_of(budget=WIDE)
     entry = reader_of(attached_model("llama"), rows_of(text, 50)[0], Snapshots(PrefixCache(0)), options=options).entry
     assert entry.covers(entry)
-    assert entry.covers(replace(entry, sound=9))
-    assert not replace(entry, sound=9).covers(entry)
+    assert entry.covers(replace(entry, exact_tokens=9))
+    assert not replace(entry, exact_tokens=9).covers(entry)
 
 
 def test_a_request_that_ends_in_a_gap_leaves_no_row(attached_model: Models, text: Text) -> None:

@@ -86,10 +86,10 @@ def scheduler(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Ite
     for length in (5, 17, 11):
         engine.submit(request_of(ids[:length], 200, options=engine.options))
     while any(task.reader is not None for task in engine._tasks) or len(engine._tasks) < 3:
-        engine._turn(engine._next_turn())
+        engine._iterate(engine._next_iteration())
     while True:
         yield
-        engine._turn(engine._next_turn())
+        engine._iterate(engine._next_iteration())
         engine._status = engine._told()
 
 

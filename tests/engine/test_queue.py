@@ -127,7 +127,7 @@ def test_a_request_that_cannot_begin_leaves_its_row(
 ) -> None:
     (ids,) = rows_of(text, 30)
 
-    def fails(*_: object) -> Callable[[], None]:
+    def fails(*_: object, **__: object) -> Callable[[], None]:
         raise RuntimeError("planted")
 
     with running(model, tokenizer, rows=1, limits=EngineLimits(queue=0)) as engine:

@@ -43,13 +43,13 @@ def test_turns_add_up_to_the_template(tokenizer: PreTrainedTokenizerBase, system
     spaces: list[tuple[str, str]] = []
     for line, reply in TURNS:
         messages.append(templates.message("user", line))
-        piece = templates.following(tokenizer, messages, end) if held else templates.opening(tokenizer, messages)
+        piece = templates.next_prompt(tokenizer, messages, end) if held else templates.first_prompt(tokenizer, messages)
         held += piece
         expected = whole(tokenizer, messages)
         for shown, fed in spaces:
             expected = expected.replace(shown, fed, 1)
         assert held == expected
-        after = templates.following(
+        after = templates.next_prompt(
             tokenizer, [*messages, templates.message("assistant", ""), templates.message("user", "")]
         )
         # A reply that stops by itself has its last token in the cache already.
@@ -62,9 +62,9 @@ def test_turns_add_up_to_the_template(tokenizer: PreTrainedTokenizerBase, system
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_a_message_in_two_parts_is_the_message(tokenizer: PreTrainedTokenizerBase, system: str | None):
-    before = templates.begun(tokenizer, "A long text.", system)
+    before = templates.user_start(tokenizer, "A long text.", system)
     message = templates.message("user", "A long text. What of it?")
-    assert before + templates.rest(tokenizer, " What of it?") == whole(
+    assert before + templates.user_end(tokenizer, " What of it?") == whole(
         tokenizer, [*templates.of_system(system), message]
     )
 
@@ -72,30 +72,30 @@ def test_a_message_in_two_parts_is_the_message(tokenizer: PreTrainedTokenizerBas
 @pytest.mark.parametrize("system", [None, "Be brief."])
 def test_the_end_of_a_text_is_known_by_its_tokens(tokenizer: PreTrainedTokenizerBase, system: str | None):
     def standing(text: str) -> tuple[str, str]:
-        return templates.standing(tokenizer, encode(tokenizer, text, is_start=True))
+        return templates.text_end(tokenizer, encode(tokenizer, text, is_start=True))
 
     messages = [*templates.of_system(system), templates.message("user", "A long text.")]
-    assert standing(templates.begun(tokenizer, "A long text.", system)) == ("user", "")
-    asked = templates.opening(tokenizer, messages)
+    assert standing(templates.user_start(tokenizer, "A long text.", system)) == ("user", "")
+    asked = templates.first_prompt(tokenizer, messages)
     assert standing(asked) == ("reply", "")
     assert standing(asked + "A reply") == ("reply", "")
     again = [*messages, templates.message("assistant", ""), templates.message("user", "More?")]
-    following = templates.following(tokenizer, again)
+    following = templates.next_prompt(tokenizer, again)
     assert standing(asked + "A reply" + following) == ("reply", "")
     is_end = following.lstrip().startswith(str(tokenizer.eos_token))
     assert standing(asked + "A reply" + str(tokenizer.eos_token)) == (
         "reply",
         str(tokenizer.eos_token) if is_end else "",
     )
-    assert standing("A long text of no one, [and] (so) on: the end.") == ("bare", "")
+    assert standing("A long text of no one, [and] (so) on: the end.") == ("no_message", "")
 
 
 def test_no_template_is_told():
     bare = AutoTokenizer.from_pretrained(MODEL)
     assert not templates.has_template(bare)
-    assert templates.standing(bare, [5, 6, 7]) == ("bare", "")
+    assert templates.text_end(bare, [5, 6, 7]) == ("no_message", "")
     with pytest.raises(UsageError, match=r"this model has no chat template\. Leave --system out"):
-        templates.begun(bare, "a", "Be brief.")
+        templates.user_start(bare, "a", "Be brief.")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_whatever_a_template_raises_is_one_line(template: str, says: str):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = template
     with pytest.raises(UsageError) as caught:
-        templates.opening(tokenizer, [templates.message("user", "a")])
+        templates.first_prompt(tokenizer, [templates.message("user", "a")])
     assert str(caught.value).startswith("this model's chat template fails: ")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -121,4 +121,4 @@ def test_a_template_that_drops_replies_is_refused():
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(UsageError, match="leaves earlier replies out"):
-        templates.following(tokenizer, [templates.message(role, "a") for role in ("user", "assistant", "user")])
+        templates.next_prompt(tokenizer, [templates.message(role, "a") for role in ("user", "assistant", "user")])

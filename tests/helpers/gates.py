@@ -15,7 +15,7 @@ from windlass.hf.attach import attached
 from windlass.serve.app import Server
 from windlass.serve.errors import ServerSettings
 from windlass.serve.prompts import PromptTokenizer
-from windlass.serve.run import HttpServer, bound
+from windlass.serve.run import HttpServer, bind
 
 PATIENCE = 30.0  # seconds: nothing here takes as long
 
@@ -97,7 +97,7 @@ class Told(Service):
 def listening(service: Service, tokenizer: PreTrainedTokenizerBase, vocabulary: int, name: str) -> Iterator[int]:
     """The port of a server over `service`, which ends with the block."""
     jaxtyping.config.update("jaxtyping_disable", True)  # of the engine's thread, which reads one setting for all
-    listener = bound("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     http = HttpServer(Server(service, PromptTokenizer(tokenizer, [1], vocabulary), ServerSettings(name)))
     listener.listen()  # clients may come before the thread runs
     thread = threading.Thread(target=http.run, args=([listener],))

@@ -11,7 +11,7 @@ import windlass
 from windlass import CacheOptions, KVCache, chunks
 from windlass.core.positions import EMPTY
 from windlass.engine.chunks import Part
-from windlass.engine.recompute import passes, read_step
+from windlass.engine.recompute import read_step, rewrite_steps
 from windlass.stores.base import Parts
 from windlass.testing import SLIDING_WINDOW, VOCABULARY
 
@@ -113,5 +113,5 @@ def joined(
 
 def read_again(model: PreTrainedModel, cache: KVCache, ids: Mapping[int, int]) -> None:
     """Let the model read the tokens of row 0 at these positions again, where they stand."""
-    for step in passes(cache, sorted(ids), ids, 0):
+    for step in rewrite_steps(cache, sorted(ids), ids, 0):
         read_step(model, cache, step)

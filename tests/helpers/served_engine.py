@@ -17,7 +17,7 @@ from windlass.engine.scheduler import Scheduler
 from windlass.serve.app import Server
 from windlass.serve.errors import ServerSettings
 from windlass.serve.prompts import PromptTokenizer
-from windlass.serve.run import HttpServer, bound
+from windlass.serve.run import HttpServer, bind
 
 OPTIONS = CacheOptions(budget=48, policy="recent", chunk=16)
 
@@ -38,7 +38,7 @@ def engine_served(
     settings |= {} if folder is None else {"salt": salt_of(folder)}
     engine = Scheduler(model, tokenizer, [(2, options)], limits, reuse_bytes, disk=disk)
     engine.start()
-    listener = bound("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     http = HttpServer(Server(engine, PromptTokenizer(tokenizer, [1], 2048), ServerSettings(NAME, **settings)))
     listener.listen()  # clients may come before the thread runs
     thread = threading.Thread(target=http.run, args=([listener],))

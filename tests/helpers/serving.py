@@ -34,7 +34,7 @@ from windlass.engine.scheduler import Service
 from windlass.serve.app import Server
 from windlass.serve.errors import ServerSettings
 from windlass.serve.prompts import PromptTokenizer
-from windlass.serve.run import HttpServer, bound
+from windlass.serve.run import HttpServer, bind
 
 TOOLS = "{% if tools %}[tools]{{ tools | tojson }}\n{% endif %}"
 NAME, VOCABULARY = "finder-3m", 2048
@@ -174,7 +174,7 @@ class Served:
 @contextmanager
 def serving(service: ScriptedService, known: PromptTokenizer | None = None, **settings: Any) -> Iterator[Served]:
     """A server on a free port of loopback, until the end of the block, with other words if they are given."""
-    listener = bound("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     server = Server(service, known or words(), ServerSettings(NAME, **settings))
     http = HttpServer(server)
     thread = threading.Thread(target=http.run, args=([listener],), daemon=True)

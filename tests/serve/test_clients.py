@@ -38,7 +38,7 @@ def served() -> Iterator[Served]:
 
 def read_by(served: Served) -> str:
     """The last prompt, without the tools before it."""
-    text = served.server.words.decoded(served.service.requests[-1].prompt)
+    text = served.server.tokenizer.decoded(served.service.requests[-1].prompt)
     return text[text.index("[user]") :]
 
 
@@ -175,7 +175,7 @@ def test_tools_that_the_template_hides_are_told_once(caplog: pytest.LogCaptureFi
                 told = client.chat.completions.create(**asked, tools=[clock()])
         assert told.choices[0].message.tool_calls[0].function.arguments == '{"zone": "CET"}'
         assert told.usage.prompt_tokens > plain.prompt_tokens
-        assert "[system]Be short.\n\n# Tools" in server.server.words.decoded(server.service.requests[-1].prompt)
+        assert "[system]Be short.\n\n# Tools" in server.server.tokenizer.decoded(server.service.requests[-1].prompt)
     lines = [line for line in caplog.messages if "shows no tools" in line]
     assert lines == [
         "this model's chat template shows no tools. The system text lists them between <tools> and </tools>"

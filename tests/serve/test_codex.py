@@ -88,7 +88,7 @@ def events_of(answer: Answer) -> list[dict[str, Any]]:
 
 
 def read_by(served: Served) -> str:
-    text = served.server.words.decoded(served.service.requests[-1].prompt)
+    text = served.server.tokenizer.decoded(served.service.requests[-1].prompt)
     return text[text.index("[system]") :]
 
 

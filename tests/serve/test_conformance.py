@@ -54,7 +54,7 @@ def test_a_chat(served: Served, client: openai.OpenAI) -> None:
     assert numbers == {"seen": seen, "kept": 7, "evicted": seen - 7, "recalled": 2, "bytes": 4096}
     assert (told["options"]["budget"], told["options"]["policy"]) == (96, "Recent()")
     assert answer.model_extra == {}
-    words = served.server.words
+    words = served.server.tokenizer
     assert words.decoded(asked(served).prompt) == (
         "<|bos|>[system]Be short.<|eos|>\n[user]What time is it?<|eos|>\n[assistant]"
     )
@@ -91,7 +91,7 @@ def test_a_completion(served: Served, client: openai.OpenAI, is_streamed: bool) 
     assert [each.choices[0].finish_reason for each in answers][-1] == "stop"
     assert {each.object for each in answers} == {"text_completion"}
     assert asked(served).max_tokens == 16
-    assert served.server.words.decoded(asked(served).prompt) == "<|bos|>He was"
+    assert served.server.tokenizer.decoded(asked(served).prompt) == "<|bos|>He was"
 
 
 def test_the_asynchronous_client(served: Served) -> None:
@@ -142,7 +142,7 @@ def test_log_probabilities(served: Served, client: openai.OpenAI, is_streamed: b
     )
     choices = [chunk.choices[0] for chunk in (list(given) if is_streamed else [given])]
     content = [each for choice in choices if choice.logprobs for each in choice.logprobs.content]
-    shown = served.server.words.shown
+    shown = served.server.tokenizer.shown
     assert [(each.token, each.bytes) for each in content] == [shown(65), shown(66), shown(67)]
     assert [each.logprob for each in content] == [-0.5, -0.5, -9999.0]
     assert [[top.logprob for top in each.top_logprobs] for each in content] == [[-65, -90], [-66, -90], [-67, -90]]
@@ -235,7 +235,7 @@ def test_calls_of_functions(served: Served, client: openai.OpenAI, choice: Any, 
         )
     assert (text.strip(), reason) == (before.strip(), "tool_calls")
     assert [(call.function.name, json.loads(call.function.arguments)) for call in calls] == [("clock", {"zone": "CET"})]
-    assert "[tools]" in served.server.words.decoded(asked(served).prompt)
+    assert "[tools]" in served.server.tokenizer.decoded(asked(served).prompt)
     assert (asked(served).grammar is None) == (choice == "auto")
     told = [
         *MESSAGES,
@@ -249,7 +249,7 @@ def test_calls_of_functions(served: Served, client: openai.OpenAI, choice: Any, 
     served.service.script = says("Late.")
     answer = client.chat.completions.create(model=NAME, messages=told, tools=TOOLS, tool_choice="none")
     assert answer.choices[0].message.content == "Late."
-    shown = served.server.words.decoded(asked(served).prompt)
+    shown = served.server.tokenizer.decoded(asked(served).prompt)
     assert "[tool]10 pm" in shown
     assert "[tools]" not in shown
 
@@ -269,6 +269,6 @@ def test_errors_are_those_of_the_client(client: openai.OpenAI) -> None:
 def test_log_probabilities_do_not_wait_for_a_text_of_others(served: Served, client: openai.OpenAI) -> None:
     """They are written in the event loop. While a long prompt is tokenized, it must go on."""
     served.service.script = likely
-    with served.server.words._lock:
+    with served.server.tokenizer._lock:
         answer = client.with_options(timeout=5.0).completions.create(model=NAME, prompt=[5, 6], logprobs=1)
     assert answer.choices[0].logprobs is not None

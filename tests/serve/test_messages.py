@@ -53,7 +53,7 @@ def body(**given: Any) -> dict[str, Any]:
 
 
 def prompt(served: Served) -> str:
-    return served.server.words.decoded(served.service.requests[-1].prompt)
+    return served.server.tokenizer.decoded(served.service.requests[-1].prompt)
 
 
 def events_of(answer: Answer) -> list[dict[str, Any]]:

@@ -109,7 +109,7 @@ def test_no_effort_switches_a_thought_off(effort: dict[str, Any]) -> None:
         prompts = []
         for given in (effort, {}, effort | {"chat_template_kwargs": {"enable_thinking": True}}):
             assert ask(server.port, route, {"model": NAME, **ROUTES[route], **given}).status == 200
-            prompts.append(server.server.words.decoded(server.service.requests[-1].prompt))
+            prompts.append(server.server.tokenizer.decoded(server.service.requests[-1].prompt))
     assert ["[quick]" in prompt for prompt in prompts] == [True, False, False]
 
 
@@ -143,8 +143,8 @@ def test_tools_of_another_type_are_left_out(
     answer = ask(served.port, route, given)
     assert answer.status == 200, answer.body
     assert b'"left_out":["tools.0: web_search","tools.2: custom"]' in answer.body
-    shown = served.server.words.decoded(served.service.requests[-1].prompt)
+    shown = served.server.tokenizer.decoded(served.service.requests[-1].prompt)
     assert ("clock" in shown, "web_search" in shown, "custom" in shown) == (True, False, False)
     alone = ask(served.port, route, {**given, "tools": UNKNOWN, "stream": False})
     assert alone.status == 200
-    assert "[tools]" not in served.server.words.decoded(served.service.requests[-1].prompt)
+    assert "[tools]" not in served.server.tokenizer.decoded(served.service.requests[-1].prompt)

@@ -38,7 +38,7 @@ from ray.exceptions import RayActorError
 from windlass.serve.app import Server, make_app
 from windlass.serve.errors import RequestLimits, ServerSettings
 from windlass.serve.replicas import ANY, Affinity, Front, Replica, ReplicaSet, key_of
-from windlass.serve.run import DrainingServer, bound
+from windlass.serve.run import DrainingServer, bind
 
 
 class Scripted(Replica):
@@ -117,7 +117,7 @@ def fronted(
     replicas = ScriptedSet([Scripted(each, settings, number) for number, each in enumerate(services)], most)
     front = Front(replicas, RequestLimits(**limits), unread_seconds, accept_seconds=0.3)
     http = DrainingServer(front, front.close, lambda: front.drain(stop_seconds))
-    listener = bound("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     thread = threading.Thread(target=http.run, args=([listener],), daemon=True)
     thread.start()
     try:

@@ -17,7 +17,7 @@ from tests.helpers.serving import RawClient, ask, complete, soon
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.engine.request import EngineLimits
-from windlass.serve.run import DrainingServer, ServeOptions, bound
+from windlass.serve.run import DrainingServer, ServeOptions, bind
 
 pytestmark = pytest.mark.slow  # a Ray and two processes with a model each
 RETRY_S = 1.0
@@ -32,7 +32,7 @@ class Running:
     """A front and two replicas, in a thread of their own."""
 
     def __init__(self) -> None:
-        from windlass.serve.replicas import Front, ReplicaOptions, deployed
+        from windlass.serve.replicas import Front, ReplicaOptions, deploy
 
         self.told: list[str] = []
         self.options = ReplicaOptions(
@@ -44,11 +44,11 @@ class Running:
             serve=SERVE,
             folder=str(Path.cwd()),
         )
-        replicas = deployed(self.options, 2, 0, "test", self.told.append)
+        replicas = deploy(self.options, 2, 0, "test", self.told.append)
         front = Front(replicas, SERVE.settings.request, SERVE.limits.unread_seconds, accept_seconds=1.0)
         self.http = DrainingServer(front, front.close, lambda: front.drain(5.0))
         self.is_over = threading.Event()
-        listener = bound("127.0.0.1", 0)
+        listener = bind("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.threads = [
             threading.Thread(target=replicas.watch, args=(self.is_over,), daemon=True),
@@ -190,8 +190,8 @@ def test_each_replica_tells_of_itself(running: Running) -> None:
 def test_a_replica_that_cannot_be_started_says_why(running: Running) -> None:
     from ray import serve
 
-    from windlass.serve.replicas import deployed
+    from windlass.serve.replicas import deploy
 
     with pytest.raises(UsageError, match=r"^/nowhere is not on"):
-        deployed(replace(running.options, folder="/nowhere"), 1, 0, "bad", running.told.append)
+        deploy(replace(running.options, folder="/nowhere"), 1, 0, "bad", running.told.append)
     serve.delete("bad")

@@ -114,7 +114,7 @@ def test_an_output_comes_back_as_input(served: Served, client: openai.OpenAI) ->
     items: Any = [{"role": "user", "content": "Time?"}, *(item.model_dump() for item in first.output), *outputs]
     client.responses.create(model=NAME, input=items)
     call = '<clock {"zone": "CET"}>'
-    assert served.server.words.decoded(served.service.requests[-1].prompt) == (
+    assert served.server.tokenizer.decoded(served.service.requests[-1].prompt) == (
         f"<|bos|>[user]Time?<|eos|>\n[assistant](A clock?)</think>Let me see.{call}{call}<|eos|>\n"
         "[tool]9 p.m.<|eos|>\n[tool]9 p.m.<|eos|>\n[assistant]"
     )
@@ -134,7 +134,7 @@ def test_turns_of_the_assistant_stay_apart(served: Served, client: openai.OpenAI
         {"type": "function_call_output", "call_id": "f", "output": [{"type": "input_text", "text": "g"}]},
     ]
     client.responses.create(model=NAME, input=items)
-    assert served.server.words.decoded(served.service.requests[-1].prompt) == (
+    assert served.server.tokenizer.decoded(served.service.requests[-1].prompt) == (
         "<|bos|>[user]a<|eos|>\n[assistant]b<|eos|>\n[assistant]c<|eos|>\n[assistant](d)</think>e<|eos|>\n"
         "[assistant]<clock {}><|eos|>\n[tool]g<|eos|>\n[assistant]"
     )

@@ -30,7 +30,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 def read_by(served: Served) -> str:
     """The last prompt as text."""
-    return served.server.words.decoded(served.service.requests[-1].prompt)
+    return served.server.tokenizer.decoded(served.service.requests[-1].prompt)
 
 
 def delete(port: int, path: str, **headers: str) -> Any:

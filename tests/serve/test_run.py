@@ -20,7 +20,7 @@ from windlass.cli import serve
 from windlass.cli.serve import ServeArguments, options_of
 from windlass.core.errors import UsageError
 from windlass.engine.request import PREFIX, ReuseMode
-from windlass.serve.run import bound
+from windlass.serve.run import bind
 
 __all__ = ["loaded_once", "process", "run"]
 CODE = f"""
@@ -80,7 +80,7 @@ def test_an_address_that_is_taken_is_told_before_weights_are_loaded(
     run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("windlass.hf.load.load", Mock(side_effect=AssertionError("loaded")))
-    with bound("127.0.0.1", 0) as taken:
+    with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = taken.getsockname()[1]
         ran = run("serve", MODEL, "--port", str(port))
@@ -91,12 +91,12 @@ def test_an_address_that_is_taken_is_told_before_weights_are_loaded(
 
 
 def test_an_address_that_is_taken() -> None:
-    with bound("127.0.0.1", 0) as taken:
+    with bind("127.0.0.1", 0) as taken:
         taken.listen()
         with pytest.raises(UsageError, match=r"cannot listen on 127\.0"):
-            bound("127.0.0.1", taken.getsockname()[1])
+            bind("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(UsageError, match=r"cannot listen on no\.such"):
-        bound("no.such.host.invalid", 80)
+        bind("no.such.host.invalid", 80)
 
 
 def test_what_is_typed_is_what_is_served() -> None:

@@ -69,7 +69,7 @@ def messages(port: int, name: str = "s", query: str = "") -> list[Any]:
 
 def read_by(served: Served) -> str:
     """The last prompt as text."""
-    return served.server.words.decoded(served.service.requests[-1].prompt)
+    return served.server.tokenizer.decoded(served.service.requests[-1].prompt)
 
 
 USER, LATE = {"role": "user", "content": "Time?"}, {"role": "assistant", "content": "It is late."}

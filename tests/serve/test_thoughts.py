@@ -84,7 +84,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 
 def prompt(served: Served) -> str:
-    return served.server.words.decoded(served.service.requests[-1].prompt)
+    return served.server.tokenizer.decoded(served.service.requests[-1].prompt)
 
 
 def test_a_whole_answer(served: Served, client: openai.OpenAI) -> None:

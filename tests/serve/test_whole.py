@@ -20,7 +20,7 @@ from windlass.hf.load import load
 from windlass.serve.app import Server
 from windlass.serve.errors import ServerSettings
 from windlass.serve.prompts import PromptTokenizer
-from windlass.serve.run import HttpServer, bound
+from windlass.serve.run import HttpServer, bind
 
 PROMPTS = ("He was sitting in the boat, and the river", "She said", "The sea was " * 40)
 
@@ -41,7 +41,7 @@ def server(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterat
     limits = EngineLimits(max_tokens=4000)
     engine = Scheduler(model, tokenizer, [(2, CacheOptions(budget=48, policy="recent", chunk=16))], limits)
     engine.start()
-    listener = bound("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     http = HttpServer(Server(engine, PromptTokenizer(tokenizer, [1], 2048), ServerSettings("finder-3m")))
     listener.listen()  # clients may come before the thread runs
     thread = threading.Thread(target=http.run, args=([listener],))

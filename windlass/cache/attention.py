@@ -25,6 +25,7 @@ from windlass.core.positions import EMPTY, RESERVED, rotate
 from windlass.core.step import HEADROOM, AttentionCall, Limits, PolicyCheckpoint, Step, StepRecord
 from windlass.core.types import (
     Attended,
+    CosSin,
     IndexKeys,
     NewKeys,
     NewValues,
@@ -34,7 +35,6 @@ from windlass.core.types import (
     QueryPositions,
     SlotIndex,
     SlotPositions,
-    Turn,
 )
 from windlass.kernels.reference import visible
 from windlass.policies.base import ACCUMULATES, Observation, Policy, Slots
@@ -118,20 +118,20 @@ def slots_view(
 ) -> Slots:
     """The kv `heads` of layer number `layer` of `layers`, as a policy sees them after `step`."""
     return Slots(
-        table.store,
-        table.positions.clamp(min=EMPTY),
-        table.state,
-        step.next_positions,
-        step.prompt_ends,
-        rotation.rotate,
-        rotation.step_angles,
-        rotation.query_gain,
-        table.statistics,
-        limits.sinks,
-        limits.window,
-        layer,
-        layers,
-        heads,
+        store=table.store,
+        positions=table.positions.clamp(min=EMPTY),
+        state=table.state,
+        next_positions=step.next_positions,
+        prompt_ends=step.prompt_ends,
+        rotate=rotation.rotate,
+        step_angles=rotation.step_angles,
+        query_gain=rotation.query_gain,
+        statistics=table.statistics,
+        sinks=limits.sinks,
+        window=limits.window,
+        layer=layer,
+        layers=layers,
+        heads=heads,
     )
 
 
@@ -173,19 +173,19 @@ def picked(call: AttentionInput, picks: IndexerState) -> AttentionInput:
     Raises: UsageError where far keys have another rotary position than near ones.
     """
     index, tables = call.rotary_index, call.tables
-    keys_turn = queries_turn = None
+    keys_cos_sin = queries_cos_sin = None
     if index is not None and tables is not None:
         if index.far is not None:
             raise UsageError(
                 "these positions read far tokens in groups, and the model's indexer scores each token once in a pass. "
                 'Feed single tokens, or set cache.positions to "original" or "compact"'
             )
-        queries_turn, keys_turn = (_turn(tables, at[:, 0]) for at in (index.near.queries, index.near.keys))
+        queries_cos_sin, keys_cos_sin = (_cos_sin(tables, at[:, 0]) for at in (index.near.queries, index.near.keys))
     seen = _seen(call)
-    return replace(call, picked=picks.picker.picked(picks.keys, seen, keys_turn, queries_turn))
+    return replace(call, picked=picks.picker.picked(picks.keys, seen, keys_cos_sin, queries_cos_sin))
 
 
-def _turn(tables: Turn, at: Tensor) -> Turn:
+def _cos_sin(tables: CosSin, at: Tensor) -> CosSin:
     return tables[0][at], tables[1][at]
 
 
@@ -210,7 +210,7 @@ class StepTokens(NamedTuple):
     initial: Parts
 
 
-def joined(table: SlotTable, rules: LayerConfig, step: Step, new: StepTokens) -> StepTokens:
+def join_tokens(table: SlotTable, rules: LayerConfig, step: Step, new: StepTokens) -> StepTokens:
     """The step's tokens, where a token that joins is the mean of its run so far. `initial` tells which tokens join.
 
     No token joins a sink, nor an evicted token: after either of them a new run begins.
@@ -243,7 +243,9 @@ def joined(table: SlotTable, rules: LayerConfig, step: Step, new: StepTokens) ->
 
 def view_joined(view: TableView, written: SlotIndex, initial: Parts) -> TableView:
     """The view of a step's queries: the last token of each run up to their own."""
-    (newest, newest_at), (own, own_at) = _let_go(view.positions, written, view.step.positions, initial[ACCUMULATES])
+    (newest, newest_at), (own, own_at) = _joined_slots(
+        view.positions, written, view.step.positions, initial[ACCUMULATES]
+    )
     positions = view.positions.scatter(-1, newest, view.positions.gather(-1, newest).where(newest_at < 0, EMPTY))
     if view.step.positions.shape[1] == 1:
         return replace(view, positions=positions)
@@ -252,11 +254,11 @@ def view_joined(view: TableView, written: SlotIndex, initial: Parts) -> TableVie
     return replace(view, positions=positions, seen_until=until)
 
 
-def let_go(table: SlotTable, rules: LayerConfig, record: StepRecord) -> StepRecord:
+def reserve_joined(table: SlotTable, rules: LayerConfig, record: StepRecord) -> StepRecord:
     """Reserve the slots of tokens that newer tokens of the step joined. Returns the record with the reserved slots."""
     if not rules.joins or record.written.shape[-1] == 0:
         return record
-    gone = _let_go(table.positions, record.written, record.step.positions, record.initial_state[ACCUMULATES])
+    gone = _joined_slots(table.positions, record.written, record.step.positions, record.initial_state[ACCUMULATES])
     for index, positions in gone:
         now = table.positions.gather(-1, index)
         table.positions.scatter_(-1, index, now.masked_fill(positions >= 0, RESERVED))
@@ -288,7 +290,7 @@ def slots_wanted(
     return rules.slots_for(tokens, 0 if begins else table.slots, table.occupancy_bound, 0, longest_decode, False)
 
 
-def _let_go(
+def _joined_slots(
     slots: SlotPositions, written: SlotIndex, positions: QueryPositions, joins: Tensor
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The slots whose tokens were joined, with the tokens' positions or EMPTY: older slots, then those just written."""
@@ -345,25 +347,25 @@ class _Runs:
         return states.where(self._is_first[..., None], means.to(states.dtype))
 
 
-def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableView:
+def with_recalled(view: TableView, layer_step: LayerStep, queries: Queries) -> TableView:
     """The view of a step's queries: its slots, which have the step's tokens, and recalled tokens.
 
     Recalled tokens are put into free slots, which are free again for the next step.
 
     Raises: UsageError in a text with pictures, and under a sparse attention that picks slots.
     """
-    table, recall = asked.table, asked.table.recall
-    if recall is None or not asked.is_recalling:
+    table, recall = layer_step.table, layer_step.table.recall
+    if recall is None or not layer_step.is_recalling:
         return view
-    if view.places is not None or asked.call.picker is not None:
+    if view.places is not None or layer_step.call.picker is not None:
         what = "a text with pictures" if view.places is not None else "sparse attention that picks tokens"
         raise UsageError(f"recall={recall.tokens} is not known for {what}. Use a KVCache with recall=0")
-    is_token = asked.step.positions.shape[1] == 1
-    columns = asked.step.first_columns if is_token else newest_columns(asked.step)[:, :DECIDING]
+    is_token = layer_step.step.positions.shape[1] == 1
+    columns = layer_step.step.first_columns if is_token else newest_columns(layer_step.step)[:, :DECIDING]
     kv_heads, is_query = view.keys.data.shape[1], columns >= 0
     held = table.state[TOKEN_INDEX].where(table.positions >= 0, -1.0)
-    occupancy = min(view.occupancy + recall.tokens, max(recall.lengths) + asked.step.graph_headroom)
-    wanted = _turned(queries_at(queries, columns), asked, occupancy), is_query, held
+    occupancy = min(view.occupancy + recall.tokens, max(recall.lengths) + layer_step.step.graph_headroom)
+    wanted = _rotated_queries(queries_at(queries, columns), layer_step, occupancy), is_query, held
     chosen = recall.choose(*(each.to(recall.device) for each in wanted))
     parts, positions = chosen.parts, chosen.positions.to(view.positions.device)
     if not table.store.is_alike(recall.codec):
@@ -391,7 +393,7 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
     )
 
 
-def of_tokens(mass: Mass | None, view: TableView, table: SlotTable) -> Mass | None:
+def mass_of_held(mass: Mass | None, view: TableView, table: SlotTable) -> Mass | None:
     """The attention mass of the table's own tokens, without the tokens recalled into free slots."""
     if mass is None or not view.has_recalled:
         return mass
@@ -406,18 +408,18 @@ def _as_put(states: PackedStates, index: SlotIndex) -> PackedStates:
     return states if ring is None else replace(states, ring_index=ring.scatter(-1, index, -1))
 
 
-def _turned(queries: Queries, asked: LayerStep, occupancy: int) -> Tensor:
+def _rotated_queries(queries: Queries, layer_step: LayerStep, occupancy: int) -> Tensor:
     """Queries whose products with un-rotated keys are logits at `DISTANCE`, rotated by the table that attention uses.
 
     The table is chosen for the largest number of tokens that a row can have once some are recalled.
     """
-    rotary, step, turned = asked.rotary, asked.step, queries.float()
+    rotary, step, rotated = layer_step.rotary, layer_step.step, queries.float()
     if rotary is not None:
-        mode = asked.mode.within(rotary.trained_length, asked.rules.budget is not None)
-        cos, sin = rotary.turn_at(DISTANCE, mode.bound(step.end, occupancy, 1), queries.device)
-        gain, turned = rotary.query_gain(), rotate(turned, cos, sin)
-        turned = turned if gain is None else turned * gain
-    return turned * asked.call.scale
+        mode = layer_step.mode.within(rotary.trained_length, layer_step.rules.budget is not None)
+        cos, sin = rotary.cos_sin_at(DISTANCE, mode.bound(step.end, occupancy, 1), queries.device)
+        gain, rotated = rotary.query_gain(), rotate(rotated, cos, sin)
+        rotated = rotated if gain is None else rotated * gain
+    return rotated * layer_step.call.scale
 
 
 class WriteResult(NamedTuple):
@@ -431,20 +433,20 @@ class WriteResult(NamedTuple):
 
 
 def write_and_attend(
-    asked: LayerStep, policy: Policy, weighed: ObservedColumns | None
+    layer_step: LayerStep, policy: Policy, weighed: ObservedColumns | None
 ) -> tuple[WriteResult, TableView]:
     """Write a step's tokens and attend. The table counts the tokens already. Returns the result and the view it read.
 
     `policy` is the one that the layer was configured with.
     """
-    table, rules, rotary, (queries, keys, values), step, mode, call, layer, heads, _ = asked
+    table, rules, rotary, (queries, keys, values), step, mode, call, layer, heads, _ = layer_step
     queries, keys, initial = preprocess(policy, layer, queries, keys, step.ids)
     initial |= initial_state(rules.policy, layer, heads, queries, keys)
     if rules.has_places:
         initial |= step.known_places.state
     initial |= table.remember(keys, values, step.positions, step.lengths)
     if rules.joins:
-        keys, values, initial = joined(table, rules, step, StepTokens(keys, values, initial))
+        keys, values, initial = join_tokens(table, rules, step, StepTokens(keys, values, initial))
     positions = step.positions[:, None].expand(-1, table.score_heads, -1)
     index = kernels.first_free(table.positions, keys.shape[2])
     table.write(index, keys, values, positions, initial, call.index_keys)
@@ -453,9 +455,9 @@ def write_and_attend(
         view = view_joined(view, index, initial)
     elif rules.visibility.reach is not None and rules.visible_in(step).reach is None and call.sees_to is None:
         view = view.within_reach(rules)
-    view = with_recalled(view, asked, queries)
+    view = with_recalled(view, layer_step, queries)
     out, mass = attend(view, rules, rotary, queries, mode, call, weighed)
-    return WriteResult(index, out, of_tokens(mass, view, table), queries, initial), view
+    return WriteResult(index, out, mass_of_held(mass, view, table), queries, initial), view
 
 
 def attend(
@@ -480,15 +482,15 @@ def attend(
         )
     is_rest_wanted = rules.policy.observed_queries is None and observed is not None and observed.shape[1] < tokens
     whole = AttentionInput(
-        queries,
-        view.keys,
-        view.values,
-        view.positions,
-        step.positions,
-        None,
-        None,
-        call.scale,
-        rules.visible_in(step),
+        queries=queries,
+        keys=view.keys,
+        values=view.values,
+        slot_positions=view.positions,
+        query_positions=step.positions,
+        rotary_index=None,
+        tables=None,
+        scale=call.scale,
+        visibility=rules.visible_in(step),
         softcap=call.softcap,
         sink_logits=call.sink_logits,
         log_counts=view.log_counts,
@@ -523,7 +525,9 @@ def attend(
     parts = [_read(whole, reading, rotary, picks) for reading in readings]
     if len(readings) == 1 and readings[0].is_read is None:
         return parts[0]
-    return _joined(whole, [each.start for each in readings], [out for out, _ in parts], [mass for _, mass in parts])
+    return _combine_readings(
+        whole, [each.start for each in readings], [out for out, _ in parts], [mass for _, mass in parts]
+    )
 
 
 def _read(
@@ -552,7 +556,7 @@ def _read(
     return kernels.attend(call if picks is None else picked(call, picks.columns(start, stop)))
 
 
-def _joined(
+def _combine_readings(
     whole: AttentionInput, starts: Sequence[int], pieces: Sequence[Tensor], masses: Sequence[Mass | None]
 ) -> tuple[Attended, Mass | None]:
     """The attention of all queries of a step. Each query was read in one of the pieces, and is zero in the others."""

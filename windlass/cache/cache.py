@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from windlass.cache import describe, edits
 from windlass.cache import describe as summary
+from windlass.cache import edits
 from windlass.cache.compress import compress
 from windlass.cache.decode import LayerCall
 from windlass.cache.edits import check_pictures, check_rewrite, clear_row, put_row
@@ -64,7 +64,7 @@ def check_across_ranks(options: CacheOptions, heads: RankHeads | None) -> None:
         )
 
 
-def check_fit(heads: RankHeads | None) -> None:
+def check_fit_ranks(heads: RankHeads | None) -> None:
     """Raises: UsageError where the values of kept tokens would be fitted to the queries of this rank alone."""
     if heads is not None and not heads.is_split and not heads.has_all_queries:
         raise UsageError(
@@ -111,7 +111,7 @@ def pins_behind(sinks: int, pins: Sequence[tuple[int, int]]) -> tuple[tuple[int,
     return tuple(found)
 
 
-def check_fits(tokens: int, options: CacheOptions, layers: int, pins: Sequence[tuple[int, int]] = ()) -> None:
+def check_sinks_fit(tokens: int, options: CacheOptions, layers: int, pins: Sequence[tuple[int, int]] = ()) -> None:
     """Raises: UsageError where a row with these options, in a model of so many layers, has no room for the sinks."""
     if options.sinks == SYSTEM:
         budgets = [leaf.limits.budget for leaf in leaves_of(options, layers)]
@@ -140,7 +140,7 @@ def check_sinks(
         )
 
 
-def check_known(cache: CacheState, lengths: Iterable[int]) -> None:
+def check_sinks_set(cache: CacheState, lengths: Iterable[int]) -> None:
     """Raises: UsageError where a row is to read tokens, and its number of sinks has not been set."""
     if cache.options.sinks != SYSTEM:
         return
@@ -273,7 +273,8 @@ class TextCache(CacheState):
         tokens' positions where a token has several, as in pictures.
 
         Raises: UsageError when the batch is another, positions do not follow, ids that the policy asks for are
-        missing, or the cache can't take a picture. Then nothing is changed.
+        missing, the cache can't take a picture, sinks="system" has no number yet, a recurrent layer would read padding,
+        or the text can't be recomputed in place. Then nothing is changed.
         """
         if batch != self.batch_size:
             raise UsageError(f"this cache was made for batch={self.batch_size}, the model was called with {batch} rows")
@@ -288,7 +289,7 @@ class TextCache(CacheState):
             if positions is not None:
                 check_positions(ours, positions.to(self.device))
             step = rows.step(ours, lengths, ids, how, rows.places(ours, axes))
-        check_known(self, step.lengths)
+        check_sinks_set(self, step.lengths)
         check_pictures(self, step)
         if step.is_rewrite:
             check_rewrite(self, step.end)
@@ -301,15 +302,15 @@ class TextCache(CacheState):
         """Write, attend, observe and evict in one layer. The model's attention calls it."""
         step = self.text.pending
         assert step is not None, "attend outside of a pass"
-        asked = LayerCall(queries, keys, values, step, self.positions, call)
+        layer_call = LayerCall(queries, keys, values, step, self.positions, call)
         take: Take = SlotLayer.step
         if step.is_second_pass:
             take = second_pass if self.fitting is None else self.fitting.second_pass
         elif step.is_rewrite:
             if self.divergence is not None and self.divergence.index == layer:
-                self.divergence.reached(asked)
+                self.divergence.reached(layer_call)
             take = rewrite
-        return self.by_layer[layer].step(take, asked)
+        return self.by_layer[layer].step(take, layer_call)
 
     @no_inference_mode
     def fused_decode(
@@ -345,7 +346,7 @@ class TextCache(CacheState):
         """
         mode = self.positions
         return self.by_layer[layer].read(
-            lambda own, *asked: attend_shared(own, asked[0], mode, asked[1]), queries, call
+            lambda slots, own_queries, own_call: attend_shared(slots, own_queries, mode, own_call), queries, call
         )
 
     @no_inference_mode
@@ -386,9 +387,8 @@ class TextCache(CacheState):
             return
         step = now.pending or now.latest
         assert step is not None, "an edit while a pass was running"
-        if now.pending is None and (
-            step.is_second_pass or step.is_rewrite
-        ):  # the pass is done: committed layers cannot undo it
+        if now.pending is None and (step.is_second_pass or step.is_rewrite):
+            # The pass is done: committed layers cannot undo it.
             for its in self.layers:
                 its.commit()
             return
@@ -430,7 +430,7 @@ class TextCache(CacheState):
         Memory that tensors share counts once. Rotary tables do not count: they are the model's, and all its caches
         read them. Nor do the ids in `tokens`, which are Python's numbers.
         """
-        return sum(describe.bytes_by_part(self).values())
+        return sum(summary.bytes_by_part(self).values())
 
     @property
     def recall_bytes(self) -> int:
@@ -438,11 +438,11 @@ class TextCache(CacheState):
 
         They are no part of `bytes_held`.
         """
-        return describe.recall_bytes(self)
+        return summary.recall_bytes(self)
 
     __repr__ = summary.as_text
     _repr_html_ = summary.as_html
-    describe = describe.describe
+    describe = summary.describe
     compress = compress
     rollback = edits.rollback
     drop = edits.drop

@@ -71,14 +71,14 @@ def shared_budgets(
     protected = (limits.sinks if sinks is None else sinks) + limits.window
     deepest = max(score.shape[-1] for score in scores)
     if heads is not None:
-        deepest = max(heads.ranks.gathered(deepest))
+        deepest = max(heads.ranks.all_gather(deepest))
     found = torch.zeros(2, deepest, len(scores), dtype=torch.float64)
     for layer, score in enumerate(scores):
         ordered = score.double().sort(dim=-1, descending=True).values.flatten(0, 1)
         is_there = ordered > -torch.inf
         found[0, : ordered.shape[1], layer] = ordered.where(is_there, 0.0).sum(0)
         found[1, : ordered.shape[1], layer] = is_there.sum(0)
-    total, count = found if heads is None else heads.ranks.sum(found)
+    total, count = found if heads is None else heads.ranks.all_reduce(found)
     table = (total / count.clamp(min=1)).where(count > 0, -torch.inf)
     # Each layer keeps its best rank, however low its score.
     wanted = (limits.budget - protected - 1) * len(scores)
@@ -109,8 +109,9 @@ def cut_to_budget(cache: CacheState) -> None:
                 blind.append(layer)
     one_shot = find(cache.policy, OneShot)
     if one_shot is not None and one_shot.shares_budget:
-        sharing = [layer for layer in cache.layers if not (layer.is_empty or layer.rules.is_whole_window)]
-        sharing = [layer for layer in sharing if layer not in blind]
+        sharing = [
+            layer for layer in cache.layers if not (layer.is_empty or layer.rules.is_whole_window or layer in blind)
+        ]
         sinks = None if here.sinks is None else cache.rows.most_kept
         budgets = (
             shared_budgets([_contested(layer, here) for layer in sharing], cache.limits, cache.heads, sinks)

@@ -108,18 +108,18 @@ class LayerStep(NamedTuple):
             return False
         return slots == rules.slots_for(1, slots, held, reserve_hint, longest_decode, False)
 
-    def given(self, is_observed: bool, is_evicting: bool = False, released: Released = ()) -> DecodeInput:
+    def kernel_input(self, is_observed: bool, is_evicting: bool = False, released: Released = ()) -> DecodeInput:
         """The input of a kernel."""
         (queries, keys, values), table, step = self.states, self.table, self.step
         recall, sinks = table.recall, self.rules.row_sinks(step)
         return DecodeInput(
-            queries,
-            keys,
-            values,
-            step.positions,
-            table.positions,
-            tuple(table.state.values()),
-            step.next_positions,
+            queries=queries,
+            keys=keys,
+            values=values,
+            positions=step.positions,
+            slot_positions=table.positions,
+            state=tuple(table.state.values()),
+            next_positions=step.next_positions,
             is_observed=is_observed,
             is_evicting=is_evicting,
             released=released,
@@ -158,25 +158,25 @@ class KernelHandle(NamedTuple):
         """Return True if records keep the observation. One token of one row is rolled back without it."""
         return self.observes and rows > 1
 
-    def is_all(self, asked: LayerStep) -> bool:
+    def is_all(self, layer_step: LayerStep) -> bool:
         """Return True if the kernel does the whole step and needs no policy."""
-        budget, policy = asked.rules.budget, asked.rules.policy
-        over = 0 if budget is None else asked.bound - budget
+        budget, policy = layer_step.rules.budget, layer_step.rules.policy
+        over = 0 if budget is None else layer_step.bound - budget
         return over <= 1 if self.retention is not None else over <= 0 and policy.observed_queries == 0
 
-    def asks(self, rules: LayerConfig) -> bool:
+    def needs_policy(self, rules: LayerConfig) -> bool:
         """Return True if the policy itself has to observe or to evict."""
         return self.retention is None and (rules.budget is not None or rules.policy.observed_queries != 0)
 
-    def serves(self, asked: LayerStep) -> bool:
+    def serves(self, layer_step: LayerStep) -> bool:
         """Return True if the kernel was prepared for a step like this one."""
-        tensors = _tensors(asked.table, asked.rotary)
+        tensors = _tensors(layer_step.table, layer_step.rotary)
         if (
-            self.end < asked.step.end
-            or self.rules is not asked.rules
-            or self.rotary is not asked.rotary
-            or self.mode is not asked.mode
-            or self.numbers != _numbers(asked)
+            self.end < layer_step.step.end
+            or self.rules is not layer_step.rules
+            or self.rotary is not layer_step.rotary
+            or self.mode is not layer_step.mode
+            or self.numbers != _numbers(layer_step)
             or len(self.tensors) != len(tensors)
         ):
             return False
@@ -200,34 +200,34 @@ class DecodeKernel:
         """Copy for a layer whose slots are elsewhere: nothing is prepared."""
         return DecodeKernel(copy.deepcopy(self._policy, memo))
 
-    def of(self, asked: LayerStep, *, beside_sinks: bool = False) -> KernelHandle | None:
+    def of(self, layer_step: LayerStep, *, beside_sinks: bool = False) -> KernelHandle | None:
         """The kernel for this step. None: the kernel does not serve such a step.
 
         `beside_sinks`: also where a store holds first tokens in full precision. The caller then keeps its ring.
         """
-        if not beside_sinks and asked.table.store.full_precision.tensors:
+        if not beside_sinks and layer_step.table.store.full_precision.tensors:
             return None
-        step, call, (queries, keys, values) = asked.step, asked.call, asked.states
+        step, call, (queries, keys, values) = layer_step.step, layer_step.call, layer_step.states
         if not step.is_token or not kernels.has_decode(queries.device.type):
             return None
         if call.sees_to is not None or call.picker is not None or call.sink_logits is not None:
             return None
         if queries.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1:
             return None
-        if (recall := asked.table.recall) is not None:
+        if (recall := layer_step.table.recall) is not None:
             if recall.is_empty:
                 return None
             recall.make_room()
         prepared = self._prepared
         # An edit of a row changes in place which slots are held in full precision.
-        if prepared is None or asked.table.store.full_precision.tensors or not prepared.serves(asked):
-            prepared = self._prepared = self._prepare(asked)
+        if prepared is None or layer_step.table.store.full_precision.tensors or not prepared.serves(layer_step):
+            prepared = self._prepared = self._prepare(layer_step)
         return prepared
 
-    def _prepare(self, asked: LayerStep) -> KernelHandle | None:
+    def _prepare(self, layer_step: LayerStep) -> KernelHandle | None:
         """Prepare a kernel for steps like this one. None: it can't serve them."""
-        table, rules, rotary, (queries, keys, values), step, mode, call, *_ = asked
-        held, end, tables, bound, rule = _held(asked), MAX_NUMBER, None, step.end, ReadRule()
+        table, rules, rotary, (queries, keys, values), step, mode, call, *_ = layer_step
+        held, end, tables, bound, rule = _held(layer_step), MAX_NUMBER, None, step.end, ReadRule()
         if held is None or rules.merge is not None or TOKEN in table.state or changes_keys(self._policy):
             return None
         if not (_takes(held[0], keys, queries) and _takes(held[1], values, queries)):
@@ -246,13 +246,34 @@ class DecodeKernel:
         recall = None
         if table.recall is not None and (recall := _recall(table, rotary, keys, bound)) is None:
             return None
-        retention, heads = _retention(rules), table.score_heads
+        retention = _retention(rules)
         visible = rules.visibility if step.sinks is None else replace(rules.visibility, reach=None, sinks=0)
-        slots = DecodeSlots(*held, heads, tables, call.scale, visible, call.softcap, retention, recall, rule)
+        stored_keys, stored_values = held
+        slots = DecodeSlots(
+            keys=stored_keys,
+            values=stored_values,
+            score_heads=table.score_heads,
+            tables=tables,
+            scale=call.scale,
+            visibility=visible,
+            softcap=call.softcap,
+            retention=retention,
+            recall=recall,
+            rule=rule,
+        )
         if (kernel := kernels.decode_of(slots, queries)) is None:
             return None
         tensors = tuple(map(ref, _tensors(table, rotary)))
-        return KernelHandle(kernel, retention, end, tensors, rules, rotary, mode, _numbers(asked))
+        return KernelHandle(
+            kernel=kernel,
+            retention=retention,
+            end=end,
+            tensors=tensors,
+            rules=rules,
+            rotary=rotary,
+            mode=mode,
+            numbers=_numbers(layer_step),
+        )
 
 
 Backend = Literal["fused", "generic"]
@@ -264,7 +285,7 @@ class StepPart(NamedTuple):
     `is_continued`: whether another part of the same step was taken before.
     """
 
-    asked: LayerStep
+    layer_step: LayerStep
     handle: KernelHandle | None
     released: Released = ()
     is_continued: bool = False
@@ -272,7 +293,7 @@ class StepPart(NamedTuple):
     @property
     def backend(self) -> Backend:
         """Name of the backend that takes it: the fused one where a kernel does all of it."""
-        return "fused" if self.handle is not None and self.handle.is_all(self.asked) else "generic"
+        return "fused" if self.handle is not None and self.handle.is_all(self.layer_step) else "generic"
 
 
 class StepPlan(ABC):
@@ -298,12 +319,14 @@ class FusedStep(StepPlan):
     """
 
     def __init__(self, part: StepPart) -> None:
-        asked, handle = part.asked, part.handle
+        layer_step, handle = part.layer_step, part.handle
         assert handle is not None, "a fused step without a kernel"
-        budget = asked.rules.budget
-        self._handle, self._asked, self._is_continued = handle, asked, part.is_continued
-        self._is_over = budget is not None and asked.bound > budget
-        given = asked.given(handle.keeps_observed(len(asked.step.lengths)), self._is_over, part.released)
+        budget = layer_step.rules.budget
+        self._handle, self._layer_step, self._is_continued = handle, layer_step, part.is_continued
+        self._is_over = budget is not None and layer_step.bound > budget
+        given = layer_step.kernel_input(
+            handle.keeps_observed(len(layer_step.step.lengths)), self._is_over, part.released
+        )
         self._planned = handle.kernel.planned(given)
 
     def run(self) -> Attended:
@@ -311,38 +334,38 @@ class FusedStep(StepPlan):
         return self._planned.output.out
 
     def record(self) -> StepRecord:
-        asked, done, table = self._asked, self._planned.output, self._asked.table
+        layer_step, done, table = self._layer_step, self._planned.output, self._layer_step.table
         record = StepRecord(
-            step=asked.step,
-            rolled_back=(0,) * len(asked.step.lengths),
+            step=layer_step.step,
+            rolled_back=(0,) * len(layer_step.step.lengths),
             occupancy_bound=table.occupancy_bound,
             statistics=table.statistics,
             written=done.written,
             state=table.state,
-            initial_state=put_initial_state(asked, done),
-            observed=None if done.mass is None else asked.step.first_columns,
+            initial_state=put_initial_state(layer_step, done),
+            observed=None if done.mass is None else layer_step.step.first_columns,
             mass=done.mass,
-            queries=None if done.mass is None else asked.states[0].detach(),
+            queries=None if done.mass is None else layer_step.states[0].detach(),
             evicted=done.evicted,
             evicted_positions=done.evicted_positions,
             evicted_count=int(self._is_over),
             is_continued=self._is_continued,
         )
-        table.replace(done.slot_positions, done.state, asked.bound - int(self._is_over), asked.step)
+        table.replace(done.slot_positions, done.state, layer_step.bound - int(self._is_over), layer_step.step)
         return record
 
 
-def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]:
+def put_initial_state(layer_step: LayerStep, done: DecodeOutput) -> dict[str, Tensor]:
     """Give the tokens of a step the state that the policy gives them, where a kernel wrote 0. Returns that state.
 
     The tokens stand in the window, so no kernel has ranked them yet.
     """
-    queries, keys, _ = asked.states
-    initial = initial_state(asked.rules.policy, asked.layer, asked.heads, queries, keys)
-    for name, tensor in zip(asked.table.state, done.state, strict=True):
+    queries, keys, _ = layer_step.states
+    initial = initial_state(layer_step.rules.policy, layer_step.layer, layer_step.heads, queries, keys)
+    for name, tensor in zip(layer_step.table.state, done.state, strict=True):
         if name in initial:
             tensor.scatter_(-1, done.written, initial[name])  # for padding, into a slot that stays free
-    return initial | asked.remembered()
+    return initial | layer_step.remembered()
 
 
 def _retention(rules: LayerConfig) -> Retention | None:
@@ -350,41 +373,43 @@ def _retention(rules: LayerConfig) -> Retention | None:
     ranking = ranking_of(rules.policy)
     if ranking is None:
         return None
-    return Retention(ranking, MAX_NUMBER if rules.budget is None else rules.budget, *rules.protected)
+    sinks, window = rules.protected
+    budget = MAX_NUMBER if rules.budget is None else rules.budget
+    return Retention(ranking, budget=budget, sinks=sinks, window=window)
 
 
 def _recall(table: SlotTable, rotary: Rotary | None, keys: NewKeys, end: int) -> RecallSlots | None:
     """The recall store as a kernel reads it, which takes such `keys`, in a text up to `end`. None: it can't."""
-    recall, turn = table.recall, None
+    recall, cos_sin = table.recall, None
     assert recall is not None, "a table that recalls nothing"
     pieces, names = recall.pieces(), tuple(table.state)
     states = [each for piece in pieces for each in (piece.keys.states, piece.values)]
     if any(each.format is Format.FLOAT and each.data.dtype != keys.dtype for each in states):
         return None
     if rotary is not None:
-        cos, sin = rotary.turn_at(DISTANCE, end, keys.device)
-        turn = cos.clone(), sin.clone()
+        cos, sin = rotary.cos_sin_at(DISTANCE, end, keys.device)
+        cos_sin = cos.clone(), sin.clone()
     return RecallSlots(
         pieces=pieces,
         positions=recall.positions,
         last_recalled=recall.last_recalled,
         count=recall.page_count,
-        turn=turn,
+        cos_sin=cos_sin,
         state=names.index(TOKEN_INDEX),
         digests=recall.digests.tiled(),
         candidates=recall.candidates,
     )
 
 
-def _held(asked: LayerStep) -> tuple[PackedStates, PackedStates] | None:
+def _held(layer_step: LayerStep) -> tuple[PackedStates, PackedStates] | None:
     """Keys and values as a kernel writes and reads them in such a step. None: it can't."""
-    store = asked.table.store
+    store = layer_step.table.store
     ring = store.full_precision
     if not ring.tensors:
         return store.in_place()
-    pairs = zip(asked.step.lengths, ring.filled_rows, strict=True)
+    pairs = zip(layer_step.step.lengths, ring.filled_rows, strict=True)
     is_filled = all(is_filled or not tokens for tokens, is_filled in pairs)
-    return store.in_place_beside_sinks() if is_filled and asked.table.recall is None else None
+    return store.in_place_beside_sinks() if is_filled and layer_step.table.recall is None else None
 
 
 def _takes(held: PackedStates, new: Tensor, queries: Queries) -> bool:
@@ -400,8 +425,8 @@ def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...]:
     return held if rotary is None else (*held, *rotary.built.get(torch.float32, ()))
 
 
-def _numbers(asked: LayerStep) -> tuple[object, ...]:
+def _numbers(layer_step: LayerStep) -> tuple[object, ...]:
     """Sizes and numbers that all steps of one kernel share."""
-    (queries, keys, values), call = asked.states, asked.call
+    (queries, keys, values), call = layer_step.states, layer_step.call
     sizes = queries.shape, keys.shape, values.shape, queries.dtype, keys.dtype, values.dtype
-    return *sizes, tuple(asked.table.state), call.scale, call.softcap, asked.step.sinks is None
+    return *sizes, tuple(layer_step.table.state), call.scale, call.softcap, layer_step.step.sinks is None

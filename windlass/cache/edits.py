@@ -189,7 +189,7 @@ def drop(cache: CacheState, start: int, end: int, row: int | None = None) -> Non
     _check_range(start, end)
     ends = [start if start < at <= end else at for at in cache.next_positions]
     check_windows(cache.layers, _rows_of(cache, row), cache.next_positions, ends, "drop")
-    _apply(cache, row, ends, lambda p: torch.where((p >= start) & (p < end), EMPTY, p))
+    _apply(cache, row, ends, lambda p: torch.where(_is_in(p, start, end), EMPTY, p))
 
 
 @no_inference_mode
@@ -199,7 +199,7 @@ def keep(cache: CacheState, start: int, end: int, row: int | None = None) -> Non
     _check_range(start, end)
     ends = [min(at, end) for at in cache.next_positions]
     check_windows(cache.layers, _rows_of(cache, row), cache.next_positions, ends, "keep")
-    _apply(cache, row, ends, lambda p: torch.where((p >= start) & (p < end), p, EMPTY))
+    _apply(cache, row, ends, lambda p: torch.where(_is_in(p, start, end), p, EMPTY))
 
 
 @no_inference_mode
@@ -228,7 +228,7 @@ def shift(cache: CacheState, start: int, end: int, by: int, row: int | None = No
     moved = cache.rows.changed(lambda index, one: replace(one, pictures=pictures.get(index, one.pictures)), row)
     shift_places(cache, rows, start, end, by)
     cache.rows = moved
-    _apply(cache, row, ends, lambda p: torch.where((p >= start) & (p < end), p + by, p))
+    _apply(cache, row, ends, lambda p: torch.where(_is_in(p, start, end), p + by, p))
 
 
 @no_inference_mode
@@ -246,11 +246,11 @@ def divide(cache: CacheState, start: int, end: int, by: int, row: int | None = N
     for layer in held:
         for index in rows:
             positions = layer.table.positions_of(index)
-            _check_end(positions[(positions < start) | (positions >= end)], ends[index], f"divide by {by}")
+            _check_end(positions[~_is_in(positions, start, end)], ends[index], f"divide by {by}")
     for layer in held:
         layer.forget_steps(0)
         layer.table.sort()
-    _apply(cache, row, ends, lambda p: torch.where((p >= start) & (p < end), p // by, p))
+    _apply(cache, row, ends, lambda p: torch.where(_is_in(p, start, end), p // by, p))
 
 
 @no_inference_mode
@@ -264,7 +264,7 @@ def copy(cache: CacheState, source: int, target: int) -> None:
 
 
 def _check_shift(positions: Tensor, start: int, end: int, by: int, text_end: int) -> None:
-    moves = (positions >= start) & (positions < end)
+    moves = _is_in(positions, start, end)
     moved, stays = positions[moves] + by, positions[(positions >= 0) & ~moves]
     _check_end(stays, text_end, f"shift by {by}")
     if not moved.numel():
@@ -504,7 +504,7 @@ def held_positions(cache: CacheState, row: int) -> set[int]:
     """The positions of a row's tokens that any head of any layer holds, on any rank."""
     held = [layer.positions[row].flatten() for layer in cache.layers if not layer.is_empty]
     own = {position for each in held for position in each.unique().tolist() if position >= 0}
-    return own if cache.heads is None else own.union(*cache.heads.ranks.gathered(own))
+    return own if cache.heads is None else own.union(*cache.heads.ranks.all_gather(own))
 
 
 def takes_edits(cache: CacheState, end: int, has_gaps: bool) -> bool:

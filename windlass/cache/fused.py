@@ -138,7 +138,7 @@ def _as_rows(tensors: Sequence[Tensor]) -> Tensor:
 class StepLog:
     """One step: its inputs, and the memory that undoes it.
 
-    `taken` counts the tokens that earlier steps of this object wrote, in the longest row, `tokens` in each.
+    `taken`: tokens that earlier steps of this `FusedDecode` wrote to the longest row. `tokens`: to each row.
     `lengths` are the rows' lengths in a recall store before the step. `initial` is, per layer, the state that the
     policy gave the new tokens. `before` is, per `PolicyLayers`, the state before the policy observed and evicted.
     """
@@ -188,7 +188,7 @@ class FusedLayer(NamedTuple):
 
     layer: SlotLayer
     decoder: FewTokens
-    asked: LayerStep
+    layer_step: LayerStep
     handle: KernelHandle
 
 
@@ -203,19 +203,23 @@ class FusedDecode:
     def __init__(self, parts: Sequence[FusedLayer], decoder: Sequence[FewTokens], hidden: Hidden) -> None:
         from windlass.kernels.cpu.decode import LayerSlots  # late: it needs the compiled module
 
-        layers, handles, asked = [each.layer for each in parts], [each.handle for each in parts], parts[0].asked
+        layers, handles = [each.layer for each in parts], [each.handle for each in parts]
+        layer_step = parts[0].layer_step
         self._layers, self.decoder, first = tuple(layers), decoder, layers[0]
-        self._mode, self._shape, self._dtype = asked.mode, hidden.shape, hidden.dtype
+        self._mode, self._shape, self._dtype = layer_step.mode, hidden.shape, hidden.dtype
+        # Never read: handles hold these tensors weakly, and the compiled steps only know their addresses.
         self._tensors = [tensor for handle in handles for weak in handle.tensors if (tensor := weak()) is not None]
         self._end = min(handle.end for handle in handles)
         self._left = min(map(_steps_left, layers))
-        self._has_sinks = first.rules.row_sinks(asked.step) is not None
+        self._has_sinks = first.rules.row_sinks(layer_step.step) is not None
         self._limit = first.rules.limits.rollback
         self._initializes = find(first.policy, Initializer) is not None  # type: ignore[type-abstract]  # none is made
-        is_asked = [handle.asks(layer.rules) for layer, handle in zip(layers, handles, strict=True)]
-        self._asked = PolicyLayers.groups(layers, is_asked)
+        is_asked = [handle.needs_policy(layer.rules) for layer, handle in zip(layers, handles, strict=True)]
+        self._policy_layers = PolicyLayers.groups(layers, is_asked)
         self._asked_as = {
-            number: (at, place) for at, group in enumerate(self._asked) for place, number in enumerate(group.numbers)
+            number: (at, place)
+            for at, group in enumerate(self._policy_layers)
+            for place, number in enumerate(group.numbers)
         }
         is_shown = [asks and layer.policy.observed_queries != 0 for asks, layer in zip(is_asked, layers, strict=True)]
         self._is_kept = any(is_shown) or any(handle.keeps_observed(hidden.shape[0]) for handle in handles)
@@ -245,9 +249,8 @@ class FusedDecode:
             _Ring.of(layer) if ring.tensors else None for layer, ring in zip(layers, rings, strict=True)
         )
         filled = [ring.filled_rows for ring in rings if ring.tensors]
-        self._takes = (
-            tuple(map(all, zip(*filled, strict=True))) or (True,) * hidden.shape[0]
-        )  # per row, whether a token
+        # Per row, whether its token can be taken: a row whose full-precision sinks are not filled idles.
+        self._takes = tuple(map(all, zip(*filled, strict=True))) or (True,) * hidden.shape[0]
         self._held = [layer.table.occupancy_bound for layer in layers]
         self._first = StepLogs(
             logs=(),
@@ -278,10 +281,10 @@ class FusedDecode:
             queries, keys, values = kernel.states(hidden)
             call = LayerCall(queries, keys, values, step, mode, attention)
             for layer, own in zip(groups.layers, groups.calls(call), strict=True):
-                asked = layer.asked(own)
-                if layer.is_empty or (handle := layer.token_step(asked)) is None or not asked.evicts_one:
+                layer_step = layer.layer_step(own)
+                if layer.is_empty or (handle := layer.token_step(layer_step)) is None or not layer_step.evicts_one:
                     return None
-                parts.append(FusedLayer(layer, kernel, asked, handle))
+                parts.append(FusedLayer(layer, kernel, layer_step, handle))
         return cls(parts, decoder, hidden) if _are_alike([each.layer for each in parts], step) else None
 
     def serves(self, decoder: Sequence[FewTokens], hidden: Hidden, step: Step, mode: PositionMode) -> bool:
@@ -331,7 +334,16 @@ class FusedDecode:
             pins=None if step.sinks is None or not self._has_sinks else step.sinks.pins,
             longest=longest,
         )
-        log = StepLog(step, token, self._steps.memory(), before.taken, lengths, before.tokens, [], [])
+        log = StepLog(
+            step=step,
+            token=token,
+            memory=self._steps.memory(),
+            taken=before.taken,
+            lengths=lengths,
+            tokens=before.tokens,
+            initial=[],
+            before=[],
+        )
         after = StepLogs(
             logs=(*kept, log),
             starting=tuple(history for history, _ in older) or before.starting,
@@ -352,7 +364,7 @@ class FusedDecode:
                 free_reserved(layer.table.positions, index, positions)
         if self._initializes:
             self._put_initial_state(log)
-        for group in self._asked:
+        for group in self._policy_layers:
             group.observe_and_evict(log, self._steps, self._held_after(group.numbers[0], log.taken) + log.token.longest)
         return result
 
@@ -367,7 +379,8 @@ class FusedDecode:
             if layer.table.recall is not None:
                 layer.table.recall.forget_recalled()
         self._steps.take_back(plan.log.token, plan.log.memory, [each.memory for each in plan.dropped])
-        for group, before in zip(self._asked, plan.log.before, strict=False):  # an interrupt may have come before
+        # An interrupt may have come before.
+        for group, before in zip(self._policy_layers, plan.log.before, strict=False):
             group.restore(before)
 
     def forget(self) -> None:
@@ -383,7 +396,7 @@ class FusedDecode:
     def settle(self) -> None:
         """Bring the layers up to date, with a record for each step that can be undone."""
         state = self._state
-        for group in self._asked:
+        for group in self._policy_layers:
             group.settle()
         for number, layer in enumerate(self._layers):
             table, history = layer.table, state.starting[number]
@@ -424,7 +437,7 @@ class FusedDecode:
         asked, statistics, ring = self._asked_as.get(number), layer.table.statistics, self._rings[number]
         if asked is not None:
             group, place = asked
-            states, statistics = log.before[group].part(place, len(self._asked[group].numbers))
+            states, statistics = log.before[group].part(place, len(self._policy_layers[group].numbers))
         elif (observed := steps.state(memory, number)) is not None:
             states = states | {next(iter(states)): observed}
         # One token of one row is rolled back without its observation.

@@ -45,7 +45,7 @@ class History(NamedTuple):
     reserved: int = 0
 
     def with_record(self, record: StepRecord) -> History:
-        """With one more step."""
+        """The history with one more step."""
         return History(
             (*self.records, record),
             self.has_evicted or record.evicted is not None or bool(record.taken_in),
@@ -54,7 +54,7 @@ class History(NamedTuple):
         )
 
     def without_last(self) -> History:
-        """Without the newest step."""
+        """The history without the newest step."""
         last = self.records[-1]
         return History(self.records[:-1], self.has_evicted, self.size - last.size, self.reserved - last.evicted_count)
 

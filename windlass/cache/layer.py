@@ -11,10 +11,10 @@ from windlass import kernels
 from windlass.cache.attention import (
     WriteResult,
     attend,
-    let_go,
     observation,
     observed_columns,
     queries_at,
+    reserve_joined,
     settle,
     slots_view,
     slots_wanted,
@@ -109,22 +109,22 @@ class SlotLayer(Layer):
 
     def step(self, call: LayerCall) -> Attended:
         """Write, attend, observe, evict. Returns the attention output. Until `commit`, `take_back` undoes the step."""
-        asked, step = self.asked(call), call.step
-        if (handle := self.whole_step(asked)) is not None:
+        layer_step, step = self.layer_step(call), call.step
+        if (handle := self.whole_step(layer_step)) is not None:
             self.checkpoint = Checkpoint(step, self.table.unwritten(), self.rules, self.history, [])
             self.history, released = self.history.split(self.rules.limits.rollback)
-            return self._taken("fused", StepPart(asked, handle, released))
-        self._begin(asked)
-        asked = asked._replace(rules=self.rules)
-        parts = asked.split(_parts_of(self.table, self.rules, step, asked.is_recalling))
+            return self._taken("fused", StepPart(layer_step, handle, released))
+        self._begin(layer_step)
+        layer_step = layer_step._replace(rules=self.rules)
+        parts = layer_step.split(_parts_of(self.table, self.rules, step, layer_step.is_recalling))
         outs = [self._part_taken(part, is_continued=part is not parts[0]) for part in parts]
         self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
-    def _part_taken(self, asked: LayerStep, is_continued: bool) -> Attended:
-        asked = asked._replace(has_evicted=self.history.has_evicted)  # an earlier part may have evicted
-        handle = None if self.is_shared else self.decode_kernel.of(asked)
-        part = StepPart(asked, handle, is_continued=is_continued)
+    def _part_taken(self, layer_step: LayerStep, is_continued: bool) -> Attended:
+        layer_step = layer_step._replace(has_evicted=self.history.has_evicted)  # an earlier part may have evicted
+        handle = None if self.is_shared else self.decode_kernel.of(layer_step)
+        part = StepPart(layer_step, handle, is_continued=is_continued)
         return self._taken(part.backend, part)
 
     def _taken(self, backend: Backend, part: StepPart) -> Attended:
@@ -134,9 +134,9 @@ class SlotLayer(Layer):
         self.keep_record(plan.record())
         return out
 
-    def _begin(self, asked: LayerStep) -> None:
+    def _begin(self, layer_step: LayerStep) -> None:
         """Note how to undo the step, and prepare rules and slots for it."""
-        step, call, (_, keys, values) = asked.step, asked.call, asked.states
+        step, call, (_, keys, values) = layer_step.step, layer_step.call, layer_step.states
         if not step.is_captured:
             self.protect(step)
         if self.is_empty or not self.rules.knows(call):  # an import may not have known its window
@@ -149,7 +149,7 @@ class SlotLayer(Layer):
         self.longest_decode = max(self.longest_decode, step.positions.shape[1] if step.drafts else 0)
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
 
-    def asked(self, call: LayerCall) -> LayerStep:
+    def layer_step(self, call: LayerCall) -> LayerStep:
         """A step of this layer with these queries, keys and values."""
         return LayerStep(
             table=self.table,
@@ -164,18 +164,18 @@ class SlotLayer(Layer):
             has_evicted=self.history.has_evicted,
         )
 
-    def whole_step(self, asked: LayerStep) -> KernelHandle | None:
+    def whole_step(self, layer_step: LayerStep) -> KernelHandle | None:
         """The kernel that does all of a step. None: a kernel alone can't take it."""
         if self.store.full_precision.tensors:
             return None
-        prepared = self.token_step(asked)
-        return prepared if prepared is not None and prepared.is_all(asked) else None
+        prepared = self.token_step(layer_step)
+        return prepared if prepared is not None and prepared.is_all(layer_step) else None
 
-    def token_step(self, asked: LayerStep) -> KernelHandle | None:
+    def token_step(self, layer_step: LayerStep) -> KernelHandle | None:
         """The kernel that at least writes and attends in a step of one token per row. None: it needs more room."""
-        if self.is_shared or not asked.fits(self.history.reserved, self.reserve_hint, self.longest_decode):
+        if self.is_shared or not layer_step.fits(self.history.reserved, self.reserve_hint, self.longest_decode):
             return None
-        return self.decode_kernel.of(asked, beside_sinks=True)
+        return self.decode_kernel.of(layer_step, beside_sinks=True)
 
     def as_rows(self, others: Sequence["SlotLayer"]) -> "SlotLayer":
         """A layer for this one's policy, with the rows of this layer and of `others`. It has no tokens yet."""
@@ -209,7 +209,7 @@ class SlotLayer(Layer):
     def observe_and_evict(self, record: StepRecord) -> StepRecord:
         """Take the second half of a step. Returns its record with the evicted tokens."""
         table, rules = self.table, self.rules
-        record = let_go(table, rules, record)
+        record = reserve_joined(table, rules, record)
         if record.queries is not None:
             seen = observation(record, self.policy.observed_queries)
             observe(self.policy, self.index, self.slots_at(record.step), seen)
@@ -341,33 +341,33 @@ class GenericStep(StepPlan):
     """A step whose four verbs are taken one by one. With a `handle`, its kernel writes and attends."""
 
     def __init__(self, layer: SlotLayer, part: StepPart) -> None:
-        asked, self._layer = part.asked, layer
-        self._asked, self._handle, self._is_continued = asked, part.handle, part.is_continued
-        self._observed = observed_columns(asked.step, layer.policy.observed_queries)
-        self._held, self._statistics = asked.table.occupancy_bound, dict(asked.table.statistics)
-        self._state, self._ring = asked.table.state, asked.table.store.full_precision.tensors
+        layer_step, self._layer = part.layer_step, layer
+        self._layer_step, self._handle, self._is_continued = layer_step, part.handle, part.is_continued
+        self._observed = observed_columns(layer_step.step, layer.policy.observed_queries)
+        self._held, self._statistics = layer_step.table.occupancy_bound, dict(layer_step.table.statistics)
+        self._state, self._ring = layer_step.table.state, layer_step.table.store.full_precision.tensors
         self._written: WriteResult | None = None
 
     def run(self) -> Attended:
-        layer, asked, handle, table = self._layer, self._asked, self._handle, self._asked.table
+        layer, layer_step, handle, table = self._layer, self._layer_step, self._handle, self._layer_step.table
         weighed = self._observed if layer.policy.needs.mass else None
         if handle is not None and handle.retention is None:
-            done = handle.kernel(asked.given(weighed is not None, False))
-            initial = put_initial_state(asked, done)
-            table.replace(done.slot_positions, done.state, asked.bound, asked.step)
-            self._written = WriteResult(done.written, done.out, done.mass, asked.states[0], initial)
+            done = handle.kernel(layer_step.kernel_input(weighed is not None, False))
+            initial = put_initial_state(layer_step, done)
+            table.replace(done.slot_positions, done.state, layer_step.bound, layer_step.step)
+            self._written = WriteResult(done.written, done.out, done.mass, layer_step.states[0], initial)
             return done.out
         self._state = table.copied_state()
         if layer.checkpoint is not None and not self._is_continued:
             layer.checkpoint.table.copies.extend(zip(table.state.values(), self._state.values(), strict=True))
-        table.occupancy_bound = asked.bound
-        self._written, view = write_and_attend(asked, layer.configured_policy, weighed)
+        table.occupancy_bound = layer_step.bound
+        self._written, view = write_and_attend(layer_step, layer.configured_policy, weighed)
         if layer.is_shared:
             layer.views.append(view.kept())
         return self._written.out
 
     def record(self) -> StepRecord:
-        layer, step, written, observed = self._layer, self._asked.step, self._written, self._observed
+        layer, step, written, observed = self._layer, self._layer_step.step, self._written, self._observed
         assert written is not None, "a record of a step that was not run"
         seen = None if observed is None else queries_at(written.queries, observed)
         settled = settle(layer.policy, layer.index, lambda: layer.slots_at(step), written.queries, step)
@@ -521,14 +521,14 @@ def _merged(table: SlotTable, rules: LayerConfig, record: StepRecord, checkpoint
     assert record.evicted_positions is not None, "evicted tokens without positions"
     ends, limits = record.step.next_positions, rules.limits
     view = LayerView(
-        table.store,
-        table.positions,
-        table.state,
-        ends,
-        limits.sinks if record.step.sinks is None else record.step.sinks.per_slot,
-        limits.window,
-        rules.sliding_window,
-        rules.attention_chunk,
+        store=table.store,
+        positions=table.positions,
+        state=table.state,
+        next_positions=ends,
+        sinks=limits.sinks if record.step.sinks is None else record.step.sinks.per_slot,
+        window=limits.window,
+        sliding_window=rules.sliding_window,
+        attention_chunk=rules.attention_chunk,
     )
     plan = plan_merge(rules.merge, view, record.evicted, record.evicted_positions)
     if checkpoint is not None:

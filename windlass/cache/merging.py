@@ -140,7 +140,7 @@ def cosine_with_target(keys: SlotKeys, evicted: SlotIndex, targets: SlotIndex) -
 
 
 def _heads_in_one(keys: SlotKeys, index: SlotIndex) -> int:
-    """How many heads each row of `_unit_keys` holds."""
+    """Number of heads in each row of `_unit_keys`."""
     return keys.shape[1] // index.shape[1]
 
 

@@ -42,7 +42,7 @@ from windlass.kernels.reference import digest_of
 from windlass.stores.base import Parts, Store
 
 PIECE: Final = 1024  # tokens of the first segment
-LARGEST: Final = 4  # such pieces of a segment on the host: each copy of a row has the newest one of its own
+LARGEST: Final = 4  # most pieces in a segment on the host, as each copy of a row copies the newest segment
 
 
 RECALL: Final = "recall."  # prefix of the names of a recall store's tensors
@@ -181,8 +181,7 @@ class RecallMemory:
         return found
 
     def filled(self, tokens: int, start: int = 0) -> Parts:
-        """The parts of the first `tokens` of each row, in one piece. `start`: without those before the end of a segment
-        or the text."""
+        """The parts of the tokens from `start` up to `tokens` of each row, in one piece."""
         self._wait()
         own = [each for each in self.segments if each.stop > start] or [*self.segments[-1:]]
         keys = [each.parts[self._keys].transpose(3, 4).flatten(2, 3) for each in own]
@@ -581,8 +580,8 @@ class RecallStore:
         return tuple((each.stop, each.number) for each in self.memory.segments[: self.memory.shared])
 
     def tensors(self, start: int = 0) -> dict[str, Tensor]:
-        """All tensors that a file has to hold, by name. `start`: without the parts of tokens before the end of a
-        segment, nor their positions, if these are 0, 1, 2, ..."""
+        """All tensors that a file has to hold, by name. `start`: leaves out the parts of the first `start`
+        tokens, and their positions where these are 0, 1, 2, ..."""
         if self.is_empty:
             return {}
         tokens = max(self.lengths)

@@ -53,8 +53,8 @@ class SlotLookup(NamedTuple):
     @property
     def slots(self) -> SlotIndex:
         """(batch, score_heads, tokens): the slot of each held token, and 0 for others."""
-        found = torch.zeros(*self.columns.shape[:2], self.is_held.shape[-1] + 1, dtype=torch.long)
-        found = found.to(self.columns.device)
+        shape = *self.columns.shape[:2], self.is_held.shape[-1] + 1
+        found = torch.zeros(shape, dtype=torch.long, device=self.columns.device)
         every = torch.arange(self.columns.shape[-1], device=found.device).expand_as(self.columns)
         return found.scatter_(-1, self.columns.where(self.columns >= 0, found.shape[-1] - 1), every)[..., :-1]
 
@@ -76,7 +76,7 @@ def rewrite(layer: SlotLayer, call: LayerCall) -> Attended:
     if layer.is_shared:
         layer.views.append(view.kept())
     out, _ = attend(view, layer.rules, layer.rotary, queries, call.mode, call.attention, None)
-    _let_go(layer, standing, written, held)
+    _free_evicted(layer, standing, written, held)
     return out
 
 
@@ -85,7 +85,7 @@ def write_over(layer: SlotLayer, call: LayerCall) -> None:
     layer.make_room(call.keys, call.values, is_decode=False, defer_eviction=True)
     held = layer.table.occupancy_bound
     _, standing, written = _put(layer, call)
-    _let_go(layer, standing, written, held)
+    _free_evicted(layer, standing, written, held)
 
 
 def _put(layer: SlotLayer, call: LayerCall) -> tuple[Queries, SlotLookup, SlotIndex]:
@@ -101,7 +101,7 @@ def _put(layer: SlotLayer, call: LayerCall) -> tuple[Queries, SlotLookup, SlotIn
     return queries, standing, written
 
 
-def _let_go(layer: SlotLayer, standing: SlotLookup, written: SlotIndex, held: int) -> None:
+def _free_evicted(layer: SlotLayer, standing: SlotLookup, written: SlotIndex, held: int) -> None:
     """Free the new slots of tokens that the layer had evicted. Earlier steps can't be rolled back."""
     table = layer.table
     now = table.positions.gather(-1, written)
@@ -131,11 +131,11 @@ def written_beside(layer: SlotLayer, call: LayerCall) -> Iterator[tuple[TableVie
     layer.make_room(call.keys, call.values, step.is_decode, step.defer_eviction)
     table = layer.table
     before.table.copies.extend((tensor, tensor.clone()) for tensor in table.state.values())
-    queries, keys, initial_state = preprocess(layer.configured_policy, layer.index, call.queries, call.keys, step.ids)
+    queries, keys, state = preprocess(layer.configured_policy, layer.index, call.queries, call.keys, step.ids)
     positions = step.positions[:, None].expand(-1, table.score_heads, -1)
     held, ring = table.occupancy_bound, table.store.full_precision.tensors
     written = kernels.first_free(table.positions, keys.shape[2])
-    table.write(written, keys, call.values, positions, initial_state, call.attention.index_keys)
+    table.write(written, keys, call.values, positions, state, call.attention.index_keys)
     table.occupancy_bound += max(step.lengths)
     view = TableView.of(table, layer.rules, step)
     if layer.is_shared:

@@ -1,4 +1,4 @@
-"""Where the texts of a cache's batch rows stand between two steps."""
+"""State of the texts of a cache's rows between two steps."""
 
 from __future__ import annotations
 
@@ -91,15 +91,14 @@ def thinned(checkpoints: Sequence[StateCheckpoint]) -> tuple[StateCheckpoint, ..
 
 @dataclass(frozen=True, eq=False)
 class RowState:
-    """Where the text of one row stands.
+    """State of one row's text.
 
     `columns` counts the columns fed, padding included, and `since_edit` the tokens after its last edit, which are all
     that can be rolled back. `prompts` are the ranges [start, end) of positions that came in passes of several tokens,
-    drafts aside. `ids` are the tokens fed, edits aside, None where any came without
-    ids. `padding` has the ranges of columns that were no tokens. `pictures` are those of the text, dropped ones
-    included: the text after them goes on at places that differ from its positions. The first `sinks` positions are
-    never evicted (default: the number in the cache's options), nor are those in the ranges of `pins`. `checkpoints` are
-    those of recurrent layers, in order.
+    drafts aside. `ids` are the tokens fed, edits aside, None where any came without ids. `padding` has the ranges of
+    columns that were no tokens. `pictures` are those of the text, dropped ones included: the text after them goes on at
+    places that differ from its positions. The first `sinks` positions are never evicted (default: the number in the
+    cache's options), nor are those in the ranges of `pins`. `checkpoints` are those of recurrent layers, in order.
     """
 
     tokens_seen: int = 0
@@ -157,17 +156,17 @@ class RowState:
             first = prompts[-1][0] if is_continued else start
             prompts = (*(prompts[:-1] if is_continued else prompts), (first, start + prompt))
         return RowState(
-            self.tokens_seen + tokens,
-            start + tokens,
-            self.columns + columns,
-            self.since_edit + tokens,
-            prompts,
-            self.ids,
-            self.padding if tokens == columns else extended(self.padding, self.columns, columns, is_token),
-            self.pictures,
-            self.sinks,
-            self.pins,
-            self.checkpoints,
+            tokens_seen=self.tokens_seen + tokens,
+            next_position=start + tokens,
+            columns=self.columns + columns,
+            since_edit=self.since_edit + tokens,
+            prompts=prompts,
+            ids=self.ids,
+            padding=self.padding if tokens == columns else extended(self.padding, self.columns, columns, is_token),
+            pictures=self.pictures,
+            sinks=self.sinks,
+            pins=self.pins,
+            checkpoints=self.checkpoints,
         )
 
     def told(self, ids: Sequence[int] | None) -> RowState:
@@ -350,14 +349,14 @@ class RowTable:
         ends = [row.next_position + n for row, n in zip(self.rows, lengths, strict=True)]
         device = positions.device
         step = Step(
-            positions,
-            tuple(lengths),
-            torch.tensor(ends, device=device),
-            torch.tensor(self.prompt_ends, device=device),
-            max(ends),
-            ids,
-            how.is_second_pass,
-            how.defer_eviction,
+            positions=positions,
+            lengths=tuple(lengths),
+            next_positions=torch.tensor(ends, device=device),
+            prompt_ends=torch.tensor(self.prompt_ends, device=device),
+            end=max(ends),
+            ids=ids,
+            is_second_pass=how.is_second_pass,
+            defer_eviction=how.defer_eviction,
             drafts=max(min(how.drafts, positions.shape[1] - 1), 0),
             is_prompt=how.is_prompt or not any(self.tokens_seen),
             places=places,

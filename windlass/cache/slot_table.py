@@ -44,9 +44,9 @@ class SlotTable:
     Of tokens that share a position, after an edit, the one in the lower slot is the earlier in the text.
 
     `positions` (batch, score_heads, slots) int32 has the token's index in its text, EMPTY or RESERVED. `state` has
-    float32 tensors of the same shape, and `statistics` a policy's tensors of the whole layer. `occupancy_bound` is at
-    least the number of tokens of any row, known without asking the device. `recall` has all tokens, where evicted ones
-    can be recalled.
+    float32 tensors of the same shape, and `statistics` a policy's tensors of the whole layer. `occupancy_bound` is an
+    upper bound on the number of tokens in any row, known without a device sync. `recall` has all tokens, where evicted
+    ones can be recalled.
     """
 
     def __init__(self, store: Store, recall: RecallStore | None = None) -> None:
@@ -192,13 +192,13 @@ class SlotTable:
     def unwritten(self) -> TableSnapshot:
         """A snapshot for a step that writes into none of the table's tensors, but replaces them."""
         return TableSnapshot(
-            self.store.snapshot(),
-            self.positions,
-            self.state,
-            dict(self.statistics),
-            self.occupancy_bound,
-            None if self.recall is None else RecallSnapshot.of(self.recall),
-            [],
+            store=self.store.snapshot(),
+            positions=self.positions,
+            state=self.state,
+            statistics=dict(self.statistics),
+            occupancy_bound=self.occupancy_bound,
+            recall=None if self.recall is None else RecallSnapshot.of(self.recall),
+            copies=[],
         )
 
     def replace(self, positions: Tensor, state: Sequence[Tensor], occupancy_bound: int, step: Step) -> None:

@@ -24,7 +24,7 @@ from windlass.stores.base import Store
 
 @dataclass(frozen=True)
 class Text:
-    """Where the rows stand, and the pass that is running, if any. It is replaced as a whole: a pass is all or nothing.
+    """The rows, and the running pass, if any. It is replaced as a whole: a pass is all or nothing.
 
     `latest` is the pass that completed last, unless there were edits after it.
     """
@@ -124,7 +124,7 @@ class CacheState:
 
     @property
     def rows(self) -> RowTable:
-        """Where each row's text stands."""
+        """The state of each row's text."""
         return self.text.rows
 
     @rows.setter

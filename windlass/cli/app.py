@@ -17,8 +17,7 @@ from rich.text import Text
 from typer import Option
 
 from windlass.cache.options import CacheOptions
-from windlass.cli import generate, measure_options, serve, terminal
-from windlass.cli import options as take
+from windlass.cli import generate, measure_options, options, serve, terminal
 from windlass.cli.measure_options import (
     RayArguments,
     RayOptionCommand,
@@ -28,7 +27,7 @@ from windlass.cli.measure_options import (
     TuneText,
     check_ray,
 )
-from windlass.cli.options import BareOptionCommand, Chunk, CommandGroup, Unset, expanded, the_model
+from windlass.cli.options import BareOptionCommand, Chunk, CommandGroup, Unset, expanded, resolve_model
 from windlass.cli.terminal import INTERRUPTED, INTERRUPTED_LINE, loading
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.files import check_text, check_writable
@@ -38,23 +37,23 @@ from windlass.core.parse import folder_of, parse_bytes, parse_list
 @expanded
 def evaluate(
     unset: Unset,
-    named: take.ModelArguments,
+    named: options.ModelArguments,
     output: measure_options.ResultsOut,
     lists: measure_options.EvalLists,
     *,
-    samples: take.Samples = 20,
+    samples: options.Samples = 20,
     is_aware: measure_options.IsAware = False,
     batch: measure_options.EvalBatch = 1,
-    seed: take.Seed = 0,
-    load: take.LoadOptions,
+    seed: options.Seed = 0,
+    load: options.LoadOptions,
     spread: RayArguments,
-    is_quiet: take.IsQuiet = False,
+    is_quiet: options.IsQuiet = False,
 ) -> int:
     """Measure how well a model answers questions on texts after eviction. Lists (a,b) make every combination.
 
     Results of an interrupted run are kept: give the same command again to continue.
     """
-    model = the_model(named.name, named.model, "model" in unset)
+    model = resolve_model(named.name, named.model, "model" in unset)
     check_writable(output, "-o")
     folder_of(model)
     check_ray(spread)
@@ -66,7 +65,7 @@ def evaluate(
 
     for budget in parse_list("--budgets", lists.budgets, lambda part: budget_of("--budgets", part).slots):
         CacheOptions(budget=budget)  # checked now rather than at the first text
-    options = EvalOptions(
+    evaluation = EvalOptions(
         model=model,
         lists=ListOptions(lists.tasks, lists.lengths, lists.of_cache, lists.depth),
         samples=samples,
@@ -80,24 +79,24 @@ def evaluate(
         weights=load.weights,
     )
     with terminal.quiet(is_quiet):
-        return measure.evaluate(options, spread)
+        return measure.evaluate(evaluation, spread)
 
 
 @expanded
 def tune(
     unset: Unset,
-    named: take.ModelArguments,
+    named: options.ModelArguments,
     tuned_text: TuneText,
     size: TuneSize,
     asked: TuneArguments,
-    load: take.LoadOptions,
+    load: options.LoadOptions,
     spread: RayArguments,
 ) -> int:
     """Find the policy, store and positions that serve a model and your texts best in so many bytes.
 
     A run that was stopped goes on where it was when the command is given again.
     """
-    model = the_model(named.name, named.model, "model" in unset)
+    model = resolve_model(named.name, named.model, "model" in unset)
     parse_bytes("--bytes", size)
     check_text(tuned_text, f"text {tuned_text}")
     folder_of(model)
@@ -108,7 +107,7 @@ def tune(
     return run.tune(run.options_of(model, tuned_text, size, asked, load), spread)
 
 
-def report(results: take.Results, output: take.Page = Path("report.html")) -> int:
+def report(results: options.Results, output: options.Page = Path("report.html")) -> int:
     """Make one HTML page, and figures as PNG, of results that `windlass eval` wrote."""
     with loading():
         from windlass.evals.report.page import write_report
@@ -183,13 +182,13 @@ def _failed(message: str) -> int:
 
 
 @app.callback()
-def before_command(is_version: take.Version = False) -> None:
+def before_command(is_version: options.Version = False) -> None:
     """Options before the command. The version is shown before this is called."""
     assert not is_version
 
 
 @app.command("help")
-def show_help(command: take.Command = None) -> int:
+def show_help(command: options.Command = None) -> int:
     """Show the parameters of a command, or the list of commands."""
     arguments = ["--help"] if command is None else [command, "--help"]
     return int(app(args=arguments, prog_name="windlass", standalone_mode=False) or 0)
@@ -212,7 +211,7 @@ def demo(
     text: Annotated[
         Path | None, Option("--text", metavar="FILE", help="A text of your own (default: Three Men in a Boat).")
     ] = None,
-    seed: take.Seed = 0,
+    seed: options.Seed = 0,
     length: Annotated[
         int | None, Option("--length", min=1_200, help="Tokens of the text with facts (default: 4,000 or 20,000).")
     ] = None,
@@ -220,8 +219,8 @@ def demo(
         str | None,
         Option("--model", "-m", metavar="NAME", help="smollm2, the default if it is installed, or finder-3m."),
     ] = None,
-    threads: take.Threads = None,
-    is_json: take.Json = False,
+    threads: options.Threads = None,
+    is_json: options.Json = False,
 ) -> int:
     """Hide a fact in a novel, read the novel in few slots, and ask for the fact. No download.
 
@@ -250,28 +249,28 @@ app.command(cls=ServeCommand)(serve.serve)
 @app.command()
 @expanded
 def bench(
-    model: take.ModelArgument = None,
-    shape: take.Shape = None,
-    layers: take.Layers = None,
-    prompt_tokens: take.PromptTokens = "512",
-    decode_tokens: take.DecodeTokens = "128",
-    depth: take.Depths = "0",
+    model: options.ModelArgument = None,
+    shape: options.Shape = None,
+    layers: options.Layers = None,
+    prompt_tokens: options.PromptTokens = "512",
+    decode_tokens: options.DecodeTokens = "128",
+    depth: options.Depths = "0",
     *,
-    cache: take.BenchCacheLists,
-    storage: take.Storages = "unrotated",
-    threads: take.ThreadCounts = None,
-    batch: take.Batches = "1",
-    graph: take.Graphs = None,
+    cache: options.BenchCacheLists,
+    storage: options.Storages = "unrotated",
+    threads: options.ThreadCounts = None,
+    batch: options.Batches = "1",
+    graph: options.Graphs = None,
     chunk: Chunk = None,
-    repetitions: take.Repetitions = 5,
-    dtype: take.Dtype = "auto",
-    device: take.Device = "auto",
-    weights: take.Weights = "auto",
-    output: take.Output = None,
-    table: take.TableFormat = "table",
-    is_json: take.JsonLines = False,
-    has_ratios: take.HasRatios = False,
-    is_quiet: take.IsQuiet = False,
+    repetitions: options.Repetitions = 5,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    weights: options.Weights = "auto",
+    output: options.Output = None,
+    table: options.TableFormat = "table",
+    is_json: options.JsonLines = False,
+    has_ratios: options.HasRatios = False,
+    is_quiet: options.IsQuiet = False,
 ) -> int:
     """Measure tokens per second, as llama-bench does. Lists (a,b) make every combination, in turn in one run.
 
@@ -281,7 +280,7 @@ def bench(
         raise UsageError(f"--json and --format {table} exclude each other. Give one of them")
     if output is not None:
         check_writable(output, "-o")
-    load = take.LoadOptions(dtype=dtype, device=device, weights=weights)
+    load = options.LoadOptions(dtype=dtype, device=device, weights=weights)
     with loading():
         from windlass.cli import measure
         from windlass.evals.speed.measure import BenchRequest
@@ -311,7 +310,7 @@ app.command()(report)
 @app.command()
 @expanded
 def calibrate(
-    model: take.ModelName,
+    model: options.ModelName,
     source: measure_options.CalibrationText,
     output: measure_options.CalibrationOut,
     *,
@@ -319,9 +318,9 @@ def calibrate(
     is_of_scorer: measure_options.IsOfScorer = False,
     tokens: measure_options.Tokens = None,
     asked: measure_options.TextsArguments,
-    seed: take.Seed = 0,
-    load: take.LoadOptions,
-    is_quiet: take.IsQuiet = False,
+    seed: options.Seed = 0,
+    load: options.LoadOptions,
+    is_quiet: options.IsQuiet = False,
 ) -> int:
     """Measure the cost of merging neighbouring tokens, for `--policy "Pairs(FILE)"`.
 
@@ -339,7 +338,7 @@ def calibrate(
         CacheOptions(budget=budget_of("--budget", asked.budget).slots)
     if asked.tasks is not None:
         parse_list("--tasks", asked.tasks, load_task)
-    options = CalibrationOptions(
+    calibration = CalibrationOptions(
         model=model,
         text=source,
         output=output,
@@ -352,12 +351,12 @@ def calibrate(
     )
     with terminal.quiet(is_quiet):
         if is_of_shares or is_of_scorer:
-            return (calibrate_shares if is_of_shares else calibrate_scorer)(options, asked)
-        return calibrate_pairs(options)
+            return (calibrate_shares if is_of_shares else calibrate_scorer)(calibration, asked)
+        return calibrate_pairs(calibration)
 
 
 @app.command()
-def policies(is_json: take.Json = False) -> int:
+def policies(is_json: options.Json = False) -> int:
     """List the policies: name, defaults, kept tokens, and source."""
     with loading():
         from windlass.policies.registry import catalogue

@@ -57,7 +57,7 @@ class Facts:
 
     @property
     def asked(self) -> int:
-        """How many there are."""
+        """Number of questions."""
         return len(self.sample.turns)
 
 
@@ -71,7 +71,7 @@ class Memory:
 
     @property
     def label(self) -> str:
-        """As in the first column."""
+        """The row's name in the table."""
         return repr(self.policy).removesuffix("()") + (", recall" if self.recall else "")
 
     def cache(self, model: PreTrainedModel) -> KVCache:
@@ -193,9 +193,8 @@ def facts_table(rows: list[FactsRow]) -> Table:
 
 
 MODEL = "finder-3m"  # knows the sentences around a pass key from its training
-SHORT = (
-    6000  # tokens of the last two rows: at 3000, three trained windows, the bare model still has four digits of five
-)
+# Tokens of the last two rows: at 3,000, three trained windows, the bare model still has four digits of five.
+SHORT = 6_000
 ANSWER_TOKENS = 8
 BUDGET = 256
 Each = TypeVar("Each")
@@ -229,7 +228,7 @@ class Setup:
 
     @property
     def label(self) -> str:
-        """As in the first column."""
+        """The row's name in the table."""
         chosen = (
             repr(self.policy).removesuffix("()") if self.shares is None else f"{type(self.policy).__name__}, shares"
         )
@@ -379,7 +378,7 @@ def run_all(done: list[Each], runs: Iterable[Callable[[], Each]]) -> bool:
 
 
 def _cache(model: PreTrainedModel, setup: Setup) -> KVCache:
-    """Raises: UsageError for a budget or a policy that cannot be had."""
+    """An empty cache for a row. Raises: UsageError for a budget or a policy that cannot be had."""
     return KVCache(model, setup.budget, setup.policy, positions=setup.positions, chunk=CHUNK, shares=setup.shares)
 
 
@@ -443,11 +442,11 @@ class Chat:
 
     def ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         """The tokens that are read before the question is known."""
-        return encode(tokenizer, templates.begun(tokenizer, self.beginning), is_start=True)
+        return encode(tokenizer, templates.user_start(tokenizer, self.beginning), is_start=True)
 
     def asking(self, tokenizer: PreTrainedTokenizerBase) -> str:
         """The rest of the message, and the first words of the reply."""
-        return templates.rest(tokenizer, self.question.question) + self.question.prefix
+        return templates.user_end(tokenizer, self.question.question) + self.question.prefix
 
 
 @dataclass(frozen=True)

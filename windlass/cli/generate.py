@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from windlass.cli import options, terminal
-from windlass.cli.options import CacheValues, Unset, as_typed, expanded, file_of_info, model_and_prompt, the_model
+from windlass.cli.options import CacheValues, Unset, as_typed, expanded, file_of_info, model_and_prompt, resolve_model
 from windlass.cli.serve import Record
 from windlass.cli.terminal import loading
 from windlass.core.errors import PromptCacheError, UsageError
@@ -25,7 +25,7 @@ def generate(
     stop: options.Stop = None,
     speculate: options.Speculate = None,
     load: options.LoadOptions,
-    loudness: options.Verbosity,
+    verbosity: options.Verbosity,
     is_json: options.Json = False,
     is_json_stream: options.JsonStream = False,
     record: Record = None,
@@ -37,7 +37,7 @@ def generate(
     """
     model, prompt = _model_and_prompt(unset, words)
     launch = terminal.launch_of(is_parallel, prompt, words.file, record)
-    is_quiet = terminal.is_quiet(launch, loudness.is_quiet)
+    is_quiet = terminal.is_quiet(launch, verbosity.is_quiet)
     if is_json and is_json_stream:
         raise UsageError("--json and --json-stream exclude each other. Give one of them")
     if record is not None:
@@ -58,12 +58,12 @@ def generate(
     given = limits if prompt_cache is None else as_typed(limits, unset)
     with terminal.quiet(is_quiet), terminal.first_speaks(launch):
         opened = session.open_session(model, given, load, prompt_cache, is_parallel)
-        if loudness.is_verbose:
+        if verbosity.is_verbose:
             session.say_chosen(opened, asked)
         code, result = session.generate(opened, text, asked, shown, record)
-        if loudness.is_verbose:
+        if verbosity.is_verbose:
             session.say_done(opened, result)
-        return terminal.parted(launch, code)
+        return terminal.leave_ranks(launch, code)
 
 
 @expanded
@@ -80,20 +80,20 @@ def chat(
     speculate: options.Speculate = None,
     kept: options.ChatArguments,
     load: options.LoadOptions,
-    loudness: options.Verbosity,
+    verbosity: options.Verbosity,
 ) -> int:
     """Talk to a model, many turns on one cache. Enter /help there for the list of commands."""
-    model = the_model(named.name, named.model, "model" in unset)
+    model = resolve_model(named.name, named.model, "model" in unset)
     if kept.keeps_system:
         if "sinks" in limits:
             raise UsageError(f"--keep-system keeps the system text, and --sinks {limits['sinks']} a number. Use one")
         limits = limits | {"sinks": SYSTEM}
-    with loading(loudness.is_quiet):
+    with loading(verbosity.is_quiet):
         from windlass.cli import session
         from windlass.cli.chat import run
 
     asked = session.PromptInput(system=system, max_tokens=max_tokens, sampling=sampling, stop=stop, speculate=speculate)
-    with terminal.quiet(loudness.is_quiet):
+    with terminal.quiet(verbosity.is_quiet):
         file = run.cache_to_load(kept, prompt_cache)
         given = limits if file is None else as_typed(limits, unset)
         try:
@@ -103,7 +103,7 @@ def chat(
                 raise
             terminal.note(f"windlass: note: {error}")
             opened = session.open_session(model, limits, load)  # the text is read again
-        if loudness.is_verbose:
+        if verbosity.is_verbose:
             session.say_chosen(opened, asked)
         return run.chat(opened, asked, kept)
 
@@ -118,7 +118,7 @@ def cache(
     is_appended: options.IsAppended = False,
     template: options.TemplateArguments,
     load: options.LoadOptions,
-    loudness: options.Verbosity,
+    verbosity: options.Verbosity,
     is_json: options.Json = False,
     is_parallel: options.TensorParallel = False,
 ) -> int:
@@ -132,7 +132,7 @@ def cache(
         return session.show(file, words.model, is_json)
     model, prompt = _model_and_prompt(unset, words)
     launch = terminal.launch_of(is_parallel, prompt, words.file)
-    is_quiet = terminal.is_quiet(launch, loudness.is_quiet)
+    is_quiet = terminal.is_quiet(launch, verbosity.is_quiet)
     if prompt_cache is None:
         raise UsageError("no file to write. Name it with --prompt-cache FILE")
     check_writable(prompt_cache, "prompt cache", (words.file, Path(model)))
@@ -144,12 +144,12 @@ def cache(
     given, before = (as_typed(limits, unset), prompt_cache) if is_appended else (limits, None)
     with terminal.quiet(is_quiet), terminal.first_speaks(launch):
         opened = session.open_session(model, given, load, before, is_parallel)
-        if loudness.is_verbose:
+        if verbosity.is_verbose:
             session.say_chosen(opened, asked)
         code = session.save_cache(opened, text, asked, prompt_cache, is_json)
-        if loudness.is_verbose:
+        if verbosity.is_verbose:
             terminal.note(opened.cache.describe())
-        return terminal.parted(launch, code)
+        return terminal.leave_ranks(launch, code)
 
 
 def _model_and_prompt(unset: Unset, words: options.TextArguments) -> tuple[str, str | None]:

@@ -56,7 +56,7 @@ PIPE_WIDTH: Final = 240
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """How rows are printed: one of `FORMATS`, and whether ratios follow them.
+    """Format of printed rows: one of `FORMATS`, and whether ratios follow them.
 
     Raises: UsageError for another format, and for ratios with JSON.
     """
@@ -207,14 +207,16 @@ def calibrate_shares(options: CalibrationOptions, asked: TextsArguments) -> int:
     Raises: WindlassError for invalid options.
     """
     policy, budget = policy_of(asked.policy or "kvzip"), budget_of("--budget", asked.budget or "4x")
-    return _of_texts(
+    return _calibrate_from_texts(
         options,
         asked,
-        SHARES_TEXTS,
-        SHARES_LENGTH,
-        lambda model, texts, bar: calibrate.measure_shares(model, texts, policy, budget, asked.groups or GROUPS, bar),
-        shares_file.write,
-        _shares_table,
+        usual=SHARES_TEXTS,
+        usual_length=SHARES_LENGTH,
+        measure=lambda model, texts, bar: calibrate.measure_shares(
+            model, texts, policy, budget, asked.groups or GROUPS, bar
+        ),
+        write=shares_file.write,
+        table=_shares_table,
     )
 
 
@@ -224,21 +226,21 @@ def calibrate_scorer(options: CalibrationOptions, asked: TextsArguments) -> int:
     Raises: WindlassError for invalid options.
     """
     source, tasks = options.text.name, asked.tasks or ""
-    code = _of_texts(
+    code = _calibrate_from_texts(
         options,
         asked,
-        SCORER_TEXTS,
-        SCORER_LENGTH,
-        lambda model, texts, bar: calibrate.fitted(model, texts, bar, source, tasks),
-        linear_scorer.write,
-        _scorer_table,
+        usual=SCORER_TEXTS,
+        usual_length=SCORER_LENGTH,
+        measure=lambda model, texts, bar: calibrate.fitted(model, texts, bar, source, tasks),
+        write=linear_scorer.write,
+        table=_scorer_table,
     )
     if code == 0:
         note(SCORER_WARNING)
     return code
 
 
-def _of_texts(
+def _calibrate_from_texts(
     options: CalibrationOptions,
     asked: TextsArguments,
     usual: int,

@@ -275,7 +275,7 @@ Workers = Annotated[
 
 @dataclass(frozen=True)
 class RayArguments:
-    """Where workers run, and how many."""
+    """Place and number of workers."""
 
     ray: RayAddress = None
     workers: Workers = None

@@ -211,7 +211,7 @@ def models(incomplete: str) -> list[str]:
 
 
 Chunk = Annotated[int | None, typer_option(CACHE["chunk"])]
-WHICH = "A model's folder, its GGUF file, or its name on the hub."
+MODEL_HELP = "A model's folder, its GGUF file, or its name on the hub."
 
 
 def _show_version(is_asked: bool) -> bool:
@@ -230,8 +230,10 @@ Version = Annotated[
 ]
 Command = Annotated[str | None, Argument(metavar="COMMAND", help="Name of a command (default: all).")]
 
-ModelName = Annotated[str, Argument(metavar="MODEL", help=WHICH, show_default=False, autocompletion=models)]
-ModelArgument = Annotated[str | None, Argument(metavar="MODEL", help=WHICH, show_default=False, autocompletion=models)]
+ModelName = Annotated[str, Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=models)]
+ModelArgument = Annotated[
+    str | None, Argument(metavar="MODEL", help=MODEL_HELP, show_default=False, autocompletion=models)
+]
 
 
 def _model_option(note: str = "") -> Any:
@@ -317,7 +319,7 @@ class TextArguments:
 
 @dataclass(frozen=True)
 class TemplateArguments:
-    """How a prompt becomes a message to the model."""
+    """Conversion of a prompt to a message."""
 
     system: System = None
     is_raw: IsRaw = False
@@ -325,7 +327,7 @@ class TemplateArguments:
 
 @dataclass(frozen=True)
 class Verbosity:
-    """How much is said on stderr."""
+    """Amount of output on stderr."""
 
     is_quiet: IsQuiet = False
     is_verbose: IsVerbose = False
@@ -511,7 +513,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 NO_MODEL = "no model. Name one first, with -m, or in WINDLASS_MODEL (`windlass demo` brings its own)"
 
 
-def the_model(name: str | None, model: str | None, is_default: bool) -> str:
+def resolve_model(name: str | None, model: str | None, is_default: bool) -> str:
     """The model of a command that takes nothing else: `name` was typed alone, `model` with -m.
 
     `is_default`: `model` is that of WINDLASS_MODEL, before which one that was typed goes.
@@ -529,7 +531,7 @@ def the_model(name: str | None, model: str | None, is_default: bool) -> str:
 def model_and_prompt(
     first: str | None, second: str | None, model: str | None, has_file: bool, is_default: bool
 ) -> tuple[str, str | None]:
-    """The model and the prompt out of up to two words, where `model` is as in `the_model`.
+    """The model and the prompt out of up to two words, where `model` is as in `resolve_model`.
 
     Two words are a model and a prompt. A single word is the prompt after -m, and the model where no other is known.
     Beside the default of WINDLASS_MODEL it is the prompt, unless the prompt comes from a file or the word is a path or
@@ -537,10 +539,10 @@ def model_and_prompt(
 
     Raises: UsageError when there is no model, and for a single word that can be meant as either.
     """
-    if first is None or (first is not None and second is not None):
+    if first is None or second is not None:
         if second is not None and model is not None and not is_default:
             raise UsageError(f"-m {model}, and two words more, {first!r} and {second!r}. Quote a prompt of many words")
-        return the_model(first, model, is_default), second
+        return resolve_model(first, model, is_default), second
     if model is None:
         if any(map(str.isspace, first)) and not Path(first).exists():
             raise UsageError(f"{NO_MODEL}. {_short(first)} looks like a prompt")

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from typer import Argument, Option
 
-from windlass.cli import options as take
-from windlass.cli import terminal
+from windlass.cli import options, terminal
 from windlass.cli.measure_options import LOCAL, RayAddress, RayArguments, check_ray
-from windlass.cli.options import CacheValues, LoadOptions, Unset, expanded, the_model
+from windlass.cli.options import CacheValues, LoadOptions, Unset, expanded, resolve_model
 from windlass.cli.terminal import loading, note
 from windlass.core.errors import UsageError
 from windlass.core.parse import SYSTEM, folder_of, parse_bytes
@@ -142,26 +141,26 @@ class ServeArguments:
     replicas: Replicas = None
     ray: RayAddress = None
     origins: Origins = None
-    speculate: take.Speculate = None
+    speculate: options.Speculate = None
 
 
 @expanded
 def serve(
     unset: Unset,
-    named: take.ModelArguments,
+    named: options.ModelArguments,
     limits: CacheValues,
     *,
     asked: ServeArguments,
-    load: take.LoadOptions,
-    is_quiet: take.IsQuiet = False,
-    is_parallel: take.TensorParallel = False,
+    load: options.LoadOptions,
+    is_quiet: options.IsQuiet = False,
+    is_parallel: options.TensorParallel = False,
 ) -> int:
     """Answer many clients at once, over HTTP with OpenAI's API, in memory of known size.
 
     Each of --rows texts has a cache of --budget tokens, by default 1024. Use --kind to add rows with other options.
     Needs the packages of the extra `serve`.
     """
-    model = the_model(named.name, named.model, "model" in unset)
+    model = resolve_model(named.name, named.model, "model" in unset)
     check_extra()
     launch = terminal.launch_of(is_parallel, prompt="")
     is_quiet = terminal.is_quiet(launch, is_quiet)
@@ -171,12 +170,12 @@ def serve(
         from windlass.hf.load import load as load_model
         from windlass.serve import run
 
-    options = options_of(model, limits, asked, is_parallel)
+    serving = options_of(model, limits, asked, is_parallel)
     if asked.replicas is not None:
         with terminal.quiet(is_quiet):
-            return serve_replicas(model, load, options, asked.replicas, asked.ray or LOCAL)
+            return serve_replicas(model, load, serving, asked.replicas, asked.ray or LOCAL)
     if launch is None or launch.is_first:  # an address that cannot be had is told before weights are loaded
-        run.bound(options.host, options.port).close()
+        run.bind(serving.host, serving.port).close()
     with loading(is_quiet):
         loaded = load_model(model, load.dtype, load.device, load.weights, is_parallel)
     if load.threads is not None:
@@ -186,8 +185,8 @@ def serve(
     say: Callable[[str], None] = terminal.note
     with terminal.quiet(is_quiet), terminal.first_speaks(launch):
         if launch is None:
-            return run.serve(*loaded, options, say=say)
-        return terminal.parted(launch, run.serve_together(*loaded, options, say))
+            return run.serve(*loaded, serving, say=say)
+        return terminal.leave_ranks(launch, run.serve_together(*loaded, serving, say))
 
 
 def check_extra() -> None:
@@ -220,14 +219,14 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments, is_parall
     from windlass.serve.run import ServeOptions
 
     first: dict[str, Any] = {"budget": BUDGET, "sinks": SYSTEM} | limits
-    options, kinds = cache_options(first), kinds_of(asked.kinds or (), first)
+    row, kinds = cache_options(first), kinds_of(asked.kinds or (), first)
     reuse = ("0" if is_parallel else "1GiB") if asked.reuse is None else asked.reuse
     if asked.disk is not None and asked.reuse_folder is None:
         raise UsageError(f"--disk {asked.disk} is of files in --reuse-folder. Name a folder, or leave it out")
     return ServeOptions(
         name=asked.called or shown_name(model),
         rows=asked.rows,
-        options=options,
+        options=row,
         limits=EngineLimits(
             queue=asked.queue,
             max_tokens=asked.max_tokens,
@@ -250,7 +249,7 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments, is_parall
     )
 
 
-def serve_replicas(model: str, load: LoadOptions, options: "ServeOptions", count: int, address: str) -> int:
+def serve_replicas(model: str, load: LoadOptions, serving: "ServeOptions", count: int, address: str) -> int:
     """Serve through `count` replicas until a signal. Returns the exit code. Raises: WindlassError as `serve` does."""
     is_local = address == LOCAL
     from windlass.evals.ray_cluster import connected
@@ -270,7 +269,7 @@ def serve_replicas(model: str, load: LoadOptions, options: "ServeOptions", count
             device=device,
             weights=load.weights,
             threads=crew.threads,
-            serve=options,
+            serve=serving,
             folder=str(Path.cwd()),
         )
         return run(asked, count, crew.gpus, note, note)

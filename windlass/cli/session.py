@@ -283,7 +283,7 @@ def generate(
 
     Raises: UsageError for a system prompt where it has no place, or a file that cannot be written.
     """
-    text = fed(session, prompt, asked)
+    text = prompt_text(session, prompt, asked)
     drafts = load_drafts(asked.speculate, session.model, session.tokenizer, session.cache.options)
     with as_interrupts(session.cache.heads is None), recording(record, session.cache, session.tokenizer) as write_frame:
 
@@ -296,11 +296,11 @@ def generate(
             session.tokenizer,
             text,
             session.cache,
-            asked.max_tokens,
-            asked.sampling,
-            asked.stop,
-            progress,
-            drafts,
+            max_tokens=asked.max_tokens,
+            sampling=asked.sampling,
+            stop=asked.stop,
+            progress=progress,
+            speculate=drafts,
         )
         with Bar("reading", stream.result.prompt_tokens) as bar:
             code = write(_each(stream, write_frame), shown is not OutputMode.JSON, shown is OutputMode.JSON_STREAM)
@@ -312,7 +312,7 @@ def generate(
     return code, stream.result
 
 
-def fed(session: Session, prompt: str, asked: PromptInput) -> str:
+def prompt_text(session: Session, prompt: str, asked: PromptInput) -> str:
     """The text to read for `prompt`: with the model's chat template, if it has one and `asked` does not leave it out.
 
     After a prompt cache it goes on with the user's message that ends the text there, or begins the next one.
@@ -325,21 +325,23 @@ def fed(session: Session, prompt: str, asked: PromptInput) -> str:
         return prompt
     opened = [*templates.of_system(system), templates.message("user", prompt)]
     if not any(session.cache.tokens_seen):
-        return templates.begun(tokenizer, prompt, system) if asked.is_begun else templates.opening(tokenizer, opened)
+        if asked.is_begun:
+            return templates.user_start(tokenizer, prompt, system)
+        return templates.first_prompt(tokenizer, opened)
     if system is not None:
         raise UsageError(
             "--system begins a text, and this prompt cache holds one. Give it when the file is made: "
             "`windlass cache --system`, without --append"
         )
-    standing, ended_with = templates.standing(tokenizer, (session.cache.tokens or [[]])[0])
-    if standing == "user":
-        return prompt if asked.is_begun else templates.rest(tokenizer, prompt)
+    end, ended_with = templates.text_end(tokenizer, (session.cache.tokens or [[]])[0])
+    if end == "user":
+        return prompt if asked.is_begun else templates.user_end(tokenizer, prompt)
     if asked.is_begun:
         return prompt
-    if standing == "bare":
-        return templates.opening(tokenizer, opened)
+    if end == "no_message":
+        return templates.first_prompt(tokenizer, opened)
     earlier = [templates.message("user", ""), templates.message("assistant", "")]
-    return templates.following(tokenizer, [*earlier, *opened], ended_with)
+    return templates.next_prompt(tokenizer, [*earlier, *opened], ended_with)
 
 
 def keep_system(
@@ -421,7 +423,7 @@ def save_cache(session: Session, prompt: str, asked: PromptInput, path: Path, is
     no older file. The same command continues from there.
     """
     before = session.cache.tokens_seen[0]
-    ids = encode(session.tokenizer, fed(session, prompt, asked), is_start=before == 0)
+    ids = encode(session.tokenizer, prompt_text(session, prompt, asked), is_start=before == 0)
     started = _started(session, ids, path)
     if started is not None:
         source, cache = started
@@ -602,7 +604,7 @@ def kinds_of(typed: Sequence[str], first: Mapping[str, Any]) -> tuple[tuple[int,
 
 
 def _parser(option: Option) -> Callable[[str], Any]:
-    """How the value of an option is read."""
+    """The parser of an option's value."""
     if option.words:
         return number_or_word(option)
     return int_parser(f"{KIND} {option.name}", 0, MAX_NUMBER) if option.kind is int else option.kind

@@ -146,7 +146,7 @@ class Bar:
 
     @property
     def told(self) -> str:
-        """How much is read."""
+        """Tokens read, of all."""
         return f"{self.done:,} of {self.total:,} {self._unit}"
 
     @property
@@ -338,7 +338,7 @@ def first_speaks(launch: Launch | None) -> Iterator[None]:
             ) from error
 
 
-def parted(launch: Launch | None, code: int) -> int:
+def leave_ranks(launch: Launch | None, code: int) -> int:
     """Return `code` once all processes are done. An interrupted one waits for nobody."""
     if launch is not None and code == 0:
         from windlass.core.ranks import leave
@@ -353,7 +353,7 @@ def is_quiet(launch: Launch | None, is_asked: bool) -> bool:
 
 
 @contextmanager
-def unechoed() -> Iterator[None]:
+def hide_keys() -> Iterator[None]:
     """Hide typed keys during a block and keep them for the next input. Ctrl-C works.
 
     Does nothing where stdin is no terminal.

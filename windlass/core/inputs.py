@@ -549,7 +549,7 @@ class RecallSlots:
     """A recall store that decode steps write to and read: the part that stays the same from step to step.
 
     `positions` are negative for tokens outside of the text. At most `count` pages are read. Each step that reads any
-    writes their tokens' positions to `last_recalled`, EMPTY for skipped ones. `turn` (cos, sin) rotates queries before
+    writes their tokens' positions to `last_recalled`, EMPTY for skipped ones. `cos_sin` rotates queries before
     they are multiplied with keys (None: no rotation). `state` is the index of the slots' tensor that has the number of
     each slot's token. A page that gets a new token gets a new digest. Pages are chosen by digests where `candidates` is
     not 0.
@@ -559,7 +559,7 @@ class RecallSlots:
     positions: Remembered
     last_recalled: Int32[Tensor, "batch kv_heads recalled"]
     count: int
-    turn: tuple[Float32[Tensor, " pairs"], Float32[Tensor, " pairs"]] | None
+    cos_sin: tuple[Float32[Tensor, " pairs"], Float32[Tensor, " pairs"]] | None
     state: int
     digests: tuple[Digests, ...] = ()
     candidates: int = 0

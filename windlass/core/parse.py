@@ -148,13 +148,8 @@ SYSTEM: Final = "system"
 """A value of `sinks` instead of a number: the tokens of each row's system text."""
 PAGE: Final = 8
 """Number of tokens that are recalled together: neighbours in the order of writing."""
-LEAST: Final = {
-    "sinks": 0,
-    "newest": 0,
-    "group": 1,
-    "window": 1,
-    "limit": 1,
-}  # least values of stores and position modes
+# Least values of the numbers of stores and position modes.
+LEAST: Final = {"sinks": 0, "newest": 0, "group": 1, "window": 1, "limit": 1}
 
 
 def check_recall(recall: int, budget: int | None, has_folder: bool, has_store: bool) -> None:
@@ -282,7 +277,7 @@ class PluginKind:
         return isinstance(what, type) and issubclass(what, self.base)
 
     def _run(self, path: Path) -> ModuleType:
-        """Unlike `import`, leaves no byte code beside the file."""
+        """Run a file as a module, and return it. Unlike `import`, leaves no byte code beside the file."""
         file = f"{self.word} file {path}"
         # A traceback, or a tool that walks all modules, opens their sources: a pipe would make it wait for ever.
         source = str(path) if path.is_file() else f"<{path}>"
@@ -501,7 +496,7 @@ def check_config(what: str, config: Any) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Why the tokenizer of a folder cannot be loaded, where its files tell. Raises: UsageError."""
+    """Raises: UsageError with the reason why a folder's tokenizer cannot be loaded, if its files tell it."""
     path = folder / "tokenizer.json"
     if path.is_file():
         found = _json(path)

@@ -48,31 +48,31 @@ class Ranks:
         """Return True on rank 0, which alone writes files and prints."""
         return self.number == 0
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks, a new tensor, the same bit by bit on each of them."""
         total = tensor.clone()
         dist.all_reduce(total, group=self._group(total))
         return total
 
-    def of_first(self, tensor: Tensor) -> Tensor:
+    def broadcast(self, tensor: Tensor) -> Tensor:
         """Return rank 0's `tensor`, of the same shape and dtype on all ranks."""
         sent = tensor.contiguous().clone()
         dist.broadcast(sent, 0, group=self._group(sent))
         return sent
 
-    def gathered(self, value: Value) -> list[Value]:
+    def all_gather(self, value: Value) -> list[Value]:
         """Return the `value` of each rank in order. It can be pickled."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._host)
         return values
 
-    def gathered_by_first(self, value: Value) -> list[Value]:
+    def gather(self, value: Value) -> list[Value]:
         """Return the `value` of each rank in order on rank 0, and an empty list on the other ranks."""
         values: list[Any] | None = [None] * self.size if self.is_first else None
         dist.gather_object(value, values, 0, group=self._host)
         return values or []
 
-    def told_by_first(self, value: Value) -> Value:
+    def broadcast_object(self, value: Value) -> Value:
         """Return rank 0's `value`. It can be pickled."""
         values = [copy(value)]
         dist.broadcast_object_list(values, 0, group=self._host)

@@ -193,12 +193,12 @@ class Step:
             last = stop - 1
             parts.append(
                 Step(
-                    self.positions[:, start:stop].contiguous(),  # as kernels read them
-                    tuple(now - was for now, was in zip(told[last], before, strict=True)),
-                    ends[:, last].contiguous(),
-                    self.prompt_ends.minimum(ends[:, last]),
-                    highest[last],
-                    None if self.ids is None else self.ids[:, start:stop],
+                    positions=self.positions[:, start:stop].contiguous(),  # as kernels read them
+                    lengths=tuple(now - was for now, was in zip(told[last], before, strict=True)),
+                    next_positions=ends[:, last].contiguous(),
+                    prompt_ends=self.prompt_ends.minimum(ends[:, last]),
+                    end=highest[last],
+                    ids=None if self.ids is None else self.ids[:, start:stop],
                     places=None if self.places is None else self.places.columns(start, stop),
                     sinks=self.sinks,
                 )

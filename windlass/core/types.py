@@ -93,8 +93,8 @@ def _block_bounds(block: bytes) -> tuple[int, int]:
 
 @final
 class Tokens(Sequence[int]):
-    """The ids of a text. Nobody changes them. Texts that begin alike share memory, and a longer one is made of them by
-    the time of its new tokens."""
+    """The ids of a text. Nobody changes them. Texts with a common beginning share memory. Appending takes time for the
+    new tokens only."""
 
     __slots__ = ("_blocks", "_rest")
 
@@ -201,7 +201,7 @@ def bounds_of(ids: Sequence[int]) -> tuple[int, int]:
     return ids.bounds if isinstance(ids, Tokens) else (min(ids), max(ids))
 
 
-Turn = tuple[Tensor, Tensor]  # cos and sin (batch, tokens or slots, rotary_pairs)
+CosSin = tuple[Tensor, Tensor]  # cos and sin (batch, tokens or slots, rotary_pairs)
 
 
 class Picker(ABC):
@@ -214,7 +214,9 @@ class Picker(ABC):
     """(batch, tokens, channels): the step's own index keys, un-rotated."""
 
     @abstractmethod
-    def picked(self, keys: IndexKeys, seen: PickedSlots, keys_turn: Turn | None, queries_turn: Turn | None) -> Tensor:
+    def picked(
+        self, keys: IndexKeys, seen: PickedSlots, keys_cos_sin: CosSin | None, queries_cos_sin: CosSin | None
+    ) -> Tensor:
         """The `limit` slots that score best among those each query sees. Names of unseen slots do not matter.
 
         `keys` are those of all slots, un-rotated. The turns are those of the layer's keys and queries (None: no

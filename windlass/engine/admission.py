@@ -6,7 +6,7 @@ from typing import Final
 
 from transformers import PreTrainedModel
 
-from windlass.cache.cache import check_fits
+from windlass.cache.cache import check_sinks_fit
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.types import bounds_of
@@ -25,7 +25,7 @@ class Admission:
 
     A request counts as queued where the free rows of its kind are too few for it and those before it. The limits of the
     queue are checked when a request arrives. A row is free from the moment its request is over or cancelled, though
-    the engine clears it a turn later. Not safe in several threads: the scheduler calls it under a lock.
+    the engine clears it an iteration later. Not safe in several threads: the scheduler calls it under a lock.
     """
 
     def __init__(self, limits: EngineLimits, kinds: Sequence[CacheOptions]) -> None:
@@ -130,9 +130,9 @@ def check_request(
     if least < 0 or largest >= vocabulary:
         raise UsageError(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1}")
     if not limits.alone and not any(is_alike(kind, request.options) for kind in kinds):
-        told = "; ".join(str(kind.labels()) for kind in kinds)
-        raise UsageError(f"no row has these options, {request.options.labels()}. Take one of: {told}")
-    check_fits(request.head, request.options, len(attached(model).rotaries), request.pins)
+        choices = " or ".join(str(kind.labels()) for kind in kinds)
+        raise UsageError(f"no row has these options, {request.options.labels()}. Take one of: {choices}")
+    check_sinks_fit(request.head, request.options, len(attached(model).rotaries), request.pins)
     if request.parts is not None:
         check_parts(request.parts, len(prompt), request.options, kept_bytes)
 

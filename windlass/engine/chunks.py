@@ -31,7 +31,15 @@ from windlass.engine.recompute import Everything as Everything
 from windlass.engine.recompute import First as First
 from windlass.engine.recompute import Nothing as Nothing
 from windlass.engine.recompute import Recompute as Recompute
-from windlass.engine.recompute import Span, begin_of_text, divergence, own_starts, passes, read_step, recompute_of
+from windlass.engine.recompute import (
+    Span,
+    begin_of_text,
+    divergence,
+    own_starts,
+    read_step,
+    recompute_of,
+    rewrite_steps,
+)
 from windlass.engine.request import PromptParts, Request
 from windlass.engine.row_bytes import RowBytes
 from windlass.hf.kv_cache import KVCache
@@ -145,7 +153,7 @@ def join(
         held = held_positions(cache, row)
         chosen = mode.chosen(spans, held, lambda positions: divergence(model, cache, positions, ids, row))
         positions = sorted(chosen | (starts & held))
-        for step in passes(cache, positions, ids, row):
+        for step in rewrite_steps(cache, positions, ids, row):
             read_step(model, cache, step)
     except BaseException:
         if done:
@@ -286,7 +294,7 @@ class PartsReader(PromptReader):
         again = sorted(chosen | (begins & held))
         self.recomputed += len(again)
         self.cached -= len(self._known & {*again})
-        for step in passes(self.cache, again, ids, 0):
+        for step in rewrite_steps(self.cache, again, ids, 0):
             read_step(self._model, self.cache, step)
             self.cache.forget_steps()
             yield

@@ -120,7 +120,7 @@ class Sampler:
             drawn = self._draws.index_select(1, self._column) * upto[:, -1:]
             chosen = torch.searchsorted(upto, drawn, right=True).clamp(max=upto.shape[-1] - 1)
         if self._ranks is not None:
-            chosen = self._ranks.of_first(chosen)
+            chosen = self._ranks.broadcast(chosen)
         if self._seen is not None:
             self._seen.scatter_(1, chosen, True)
         return chosen
@@ -156,7 +156,7 @@ def agreed_token(ranks: Ranks | None, choose: Callable[[], int]) -> int:
     if ranks is None:
         return choose()
     if not ranks.is_first:
-        token = ranks.told_by_first(0)
+        token = ranks.broadcast_object(0)
         if token == REFUSED:
             raise UsageError("rank 0 found no token that the request allows")
         if token == BROKEN:
@@ -169,7 +169,7 @@ def agreed_token(ranks: Ranks | None, choose: Callable[[], int]) -> int:
         token = REFUSED
         raise
     finally:
-        ranks.told_by_first(token)
+        ranks.broadcast_object(token)
     return token
 
 
@@ -455,12 +455,12 @@ class Decoder:
         end = max(self._ends) + 1
         headroom = max(self._captured_end - end, 0)
         step = Step(
-            positions,
-            lengths,
-            after,
-            self._prompt_ends,
-            end + headroom,
-            ids,
+            positions=positions,
+            lengths=lengths,
+            next_positions=after,
+            prompt_ends=self._prompt_ends,
+            end=end + headroom,
+            ids=ids,
             graph_headroom=headroom,
             is_captured=is_captured,
             places=self._cache.rows.places(positions),

@@ -32,6 +32,17 @@ from windlass.hf.weights import fingerprint
 
 LOG: Final = logging.getLogger("windlass.engine")
 NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-(\d{1,10})-([0-9a-f]{32})\.safetensors")
+RECORD: Final = ".json"
+RECORDED: Final = {
+    "passes": "passes",
+    "holds_all": "holds_all",
+    "sound": "exact_tokens",
+    "marks": "checkpoints",
+    "is_text": "is_text",
+    "key": "key",
+    "segments": "segments",
+}
+"""Names of a record's values, and the fields of a `FileEntry` that they are."""
 SEGMENT: Final = ".segment"
 SEGMENT_NAME: Final = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.segment")
 LOCK, SALT, SALT_BYTES = "windlass.lock", "windlass.salt", 32
@@ -141,7 +152,7 @@ class DiskTier:
     def put(self, kept: CacheEntry) -> None:
         """Write a cache soon, unless a file serves all that it would, or it is larger than the limit.
 
-        Caches that wait, and of which this one serves all, are not written.
+        Pending caches that this one covers are dropped.
         """
         key = self._key(kept.key)
         with self._changed:
@@ -182,8 +193,8 @@ class DiskTier:
                     tokens=file.tokens,
                     passes=file.passes,
                     holds_all=file.holds_all,
-                    sound=file.sound,
-                    marks=file.marks,
+                    exact_tokens=file.exact_tokens,
+                    checkpoints=file.checkpoints,
                     is_text=file.is_text,
                     key=key,
                     cache=cache,
@@ -247,8 +258,8 @@ class DiskTier:
             tokens=kept.tokens,
             passes=kept.passes,
             holds_all=kept.holds_all,
-            sound=kept.sound,
-            marks=kept.marks,
+            exact_tokens=kept.exact_tokens,
+            checkpoints=kept.checkpoints,
             is_text=kept.is_text,
             owner=self._hash("owner", owner),
             shelf=self._hash("shelf", owner, kept.key.name),
@@ -309,7 +320,7 @@ class DiskTier:
                 path.unlink(missing_ok=True)
 
     def _write_record(self, file: FileEntry) -> None:
-        fields = {name: getattr(file, name) for name in RECORDED} | {"text": file.tokens.digest}
+        fields = {name: getattr(file, field) for name, field in RECORDED.items()} | {"text": file.tokens.digest}
         told = json.dumps(fields, separators=(",", ":"))
         path = _record_of(self._folder / file.name)
         with replacing(path) as temporary:
@@ -324,7 +335,13 @@ class DiskTier:
             files = [self._segment(file.owner, number) for _, number in file.segments]
             before = prompt_cache.read_segments(file.segments, files)
             cache = prompt_cache.load(
-                path, self._model, KVCache.from_options, own.policy, own.recall_folder, None, before
+                path,
+                self._model,
+                KVCache.from_options,
+                policy=own.policy,
+                recall_folder=own.recall_folder,
+                tokenizer=None,
+                before=before,
             )
             ours, its = (each.labels() | {"rollback": each.rollback} for each in (own, cache.options))
             if cache.tokens != [list(file.tokens)] or its != ours:
@@ -377,8 +394,8 @@ class DiskTier:
             tokens=tokens,
             passes=tuple(fields["passes"]),
             holds_all=fields["holds_all"],
-            sound=fields["sound"],
-            marks=None if fields["marks"] is None else tuple(fields["marks"]),
+            exact_tokens=fields["sound"],
+            checkpoints=None if fields["marks"] is None else tuple(fields["marks"]),
             is_text=fields["is_text"],
             owner=owner,
             shelf=shelf,
@@ -419,18 +436,6 @@ class DiskTier:
 
     def _key(self, key: CacheKey) -> str:
         return self._digest("key", self._model_hash, key.kind, key.tenant, key.name, key.labels)[:32]
-
-
-RECORD: Final = ".json"
-RECORDED: Final = (
-    "passes",
-    "holds_all",
-    "sound",
-    "marks",
-    "is_text",
-    "key",
-    "segments",
-)  # fields of a record
 
 
 def _record_of(path: Path) -> Path:

@@ -203,7 +203,18 @@ def stream(
     check_reading(model, cache, progress)
     if cache.batch_size != 1:
         raise UsageError(f"stream writes one text, but the cache has batch={cache.batch_size}. Use windlass.generate")
-    return Stream(_Run(model, tokenizer, [prompt], cache, max_tokens, sampling, stop, progress, speculate))
+    run = _Run(
+        model,
+        tokenizer,
+        [prompt],
+        cache,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop=stop,
+        progress=progress,
+        speculate=speculate,
+    )
+    return Stream(run)
 
 
 def generate(
@@ -233,7 +244,17 @@ def generate(
     check_kind("prompts", prompts, (list, tuple), "a list of texts, one per row")
     if cache is None:
         cache = KVCache(model, batch=len(prompts))
-    run = _Run(model, tokenizer, prompts, cache, max_tokens, sampling, stop, progress, speculate)
+    run = _Run(
+        model,
+        tokenizer,
+        prompts,
+        cache,
+        max_tokens=max_tokens,
+        sampling=sampling,
+        stop=stop,
+        progress=progress,
+        speculate=speculate,
+    )
     for _ in run:
         pass
     return run.results()

@@ -159,7 +159,7 @@ def revise(model: PreTrainedModel, cache: KVCache, ids: Sequence[int], progress:
         remap(cache, plan.moves(len(old)), plan.end)
         if cache.budget is None:
             pack(cache)
-        for step in recompute.passes(cache, gaps, dict(enumerate(ids)), 0, is_insert=True):
+        for step in recompute.rewrite_steps(cache, gaps, dict(enumerate(ids)), 0, is_insert=True):
             recompute.read_step(model, cache, step)
             cache.forget_steps()
             done += step.lengths[0]
@@ -195,7 +195,7 @@ class PromptReader(ABC):
         """Number of tokens of parts, or behind an edit, that were read again in their place."""
         self.moved = 0
         """Number of cached tokens that were read behind another text."""
-        self.sound: int | None = None
+        self.exact_tokens: int | None = None
         """Number of first tokens that were read behind the very tokens before them (None: all)."""
         self.is_whole = False
         """True if the cache holds all tokens until the end of the prompt, when it is cut."""
@@ -241,8 +241,7 @@ class PromptReader(ABC):
 
 @final
 class Reader(PromptReader):
-    """Reader of a prompt from its beginning, from the end of a prefix that `snapshots` hold, or of what an edited text
-    lacks."""
+    """Reader of a prompt: from its beginning, from a prefix that `snapshots` hold, or of the gaps of an edited text."""
 
     def __init__(self, model: PreTrainedModel, request: Request, snapshots: Snapshots) -> None:
         self._model, self.request, self._snapshots = model, request, snapshots
@@ -252,7 +251,7 @@ class Reader(PromptReader):
         kept = edited.entry if edited is not None else snapshots.longest(request) if takes_any else None
         super().__init__(empty_cache(model, request) if kept is None else kept.cache)
         if kept is not None:
-            self.passes, self.sound = kept.passes, kept.sound
+            self.passes, self.exact_tokens = kept.passes, kept.exact_tokens
         self._gaps: Iterator[Step] = iter(())
         if edited is not None:
             self._begin_edited(edited)
@@ -276,7 +275,7 @@ class Reader(PromptReader):
         if self.cache.budget is None:
             pack(self.cache)  # dropped tokens have left slots
         ids = dict(enumerate(self.request.prompt))
-        self._gaps = recompute.passes(self.cache, edited.gaps, ids, 0, is_insert=True)
+        self._gaps = recompute.rewrite_steps(self.cache, edited.gaps, ids, 0, is_insert=True)
         self._fill()
 
     def _read_gap(self, step: Step) -> None:
@@ -352,8 +351,8 @@ class Reader(PromptReader):
             tokens=tokens,
             passes=self.passes,
             holds_all=is_all,
-            sound=self.sound,
-            marks=self.cache.checkpoints_of(0),
+            exact_tokens=self.exact_tokens,
+            checkpoints=self.cache.checkpoints_of(0),
             key=key_of(self.request),
             cache=self.cache,
             bytes=0,

@@ -16,7 +16,7 @@ from windlass.engine.recompute import LEAST, Alignment, EditPlan, Sinks
 from windlass.engine.request import Request
 from windlass.hf.kv_cache import KVCache
 
-SPARE: Final = 8  # a row is packed when it is kept, where only this part of its slots holds tokens
+SPARE: Final = 8  # a kept row is packed if fewer than one slot in this many holds a token
 ENDS: Final = 256  # of the last messages
 MOVED: Final = 16  # tokens that may be cut off a row that is moved: the end of a turn, an answer that is cut
 
@@ -204,9 +204,15 @@ class Snapshots:
         remap(row.cache, plan.moves(len(row.tokens)), plan.end)
         if request.options.sinks == SYSTEM:
             row.cache.set_sinks(request.head)
-        passes, sound = tuple(end for end in row.passes if end <= plan.head), min(plan.head, row.read_in_order)
+        passes, exact = tuple(end for end in row.passes if end <= plan.head), min(plan.head, row.read_in_order)
         entry = replace(
-            row, key=key, tokens=request.tokens[: plan.end], passes=passes, logits=None, logits_end=None, sound=sound
+            row,
+            key=key,
+            tokens=request.tokens[: plan.end],
+            passes=passes,
+            logits=None,
+            logits_end=None,
+            exact_tokens=exact,
         )
         return EditedRow(entry, gaps, plan.cached - plan.head, plan.again)
 

@@ -55,8 +55,8 @@ class PrefixText:
 
     `passes`: the ends of the passes that read the prefix. Only the same passes give the same state. Tokens behind the
     last of them came in other ways.
-    `holds_all`: any number of its newest tokens can be cut off, with recurrent layers back to one of the `marks`.
-    `sound`: the number of first tokens that were read behind the very tokens before them (None: all).
+    `holds_all`: any number of its newest tokens can be cut off, with recurrent layers back to one of the `checkpoints`.
+    `exact_tokens`: the number of first tokens that were read behind the very tokens before them (None: all).
     `logits_end`: the number of its first tokens behind which the logits are known (None: nowhere).
     `is_text`: the row of a request that has ended, which one request may take over.
     """
@@ -64,15 +64,15 @@ class PrefixText:
     tokens: Tokens
     passes: tuple[int, ...] = ()
     holds_all: bool = False
-    sound: int | None = None
-    marks: tuple[int, ...] | None = None
+    exact_tokens: int | None = None
+    checkpoints: tuple[int, ...] | None = None
     logits_end: int | None = None
     is_text: bool = False
 
     @property
     def read_in_order(self) -> int:
         """The number of first tokens that were read behind the very tokens before them."""
-        return len(self.tokens) if self.sound is None else min(self.sound, len(self.tokens))
+        return len(self.tokens) if self.exact_tokens is None else min(self.exact_tokens, len(self.tokens))
 
     def begins(self, other: PrefixText | Request) -> bool:
         """Return True if another text begins with all of it."""
@@ -86,14 +86,16 @@ class PrefixText:
         most = self.tokens.shared(request.tokens)
         if not most == len(prompt) == self.logits_end:
             most = min(most, len(prompt) - 1)
-        if mode != "edited" and self.sound is not None:
-            most = min(most, self.sound)
-        read, loose = self.passes[: shared(self.passes, request.pass_ends)], (*(self.marks or ()), size, most)
+        if mode != "edited" and self.exact_tokens is not None:
+            most = min(most, self.exact_tokens)
+        read, loose = self.passes[: shared(self.passes, request.pass_ends)], (*(self.checkpoints or ()), size, most)
         return max((end for end in (read if mode == "exact" else loose) if end <= most and self.ends(end)), default=0)
 
     def ends(self, tokens: int) -> bool:
         """Return True if all tokens behind its first `tokens` can be cut off."""
-        return tokens == len(self.tokens) or (self.holds_all and (self.marks is None or tokens in self.marks))
+        return tokens == len(self.tokens) or (
+            self.holds_all and (self.checkpoints is None or tokens in self.checkpoints)
+        )
 
     def serves_all_of(self, other: PrefixText) -> bool:
         """Return True if nobody needs `other`, of the same key, beside this."""
@@ -101,7 +103,7 @@ class PrefixText:
         if not self.holds_all or (is_prompt and other.logits_end != self.logits_end) or not other.begins(self):
             return False
         is_alike = self.passes[: len(other.passes)] == other.passes and self.read_in_order >= other.read_in_order
-        return is_alike and all(map(self.ends, (len(other.tokens), *(other.marks or ()))))
+        return is_alike and all(map(self.ends, (len(other.tokens), *(other.checkpoints or ()))))
 
 
 MOST, NEWEST = 8, 4  # beginnings of one text, each in a row of its own, and the longest of them
@@ -149,7 +151,7 @@ class CacheEntry(PrefixText):
         """The most bytes of a copy, which has free slots only where it cannot do without."""
         rows, slots = self.cache.batch_size, max(each.table.slots for each in self.cache.layers)
         own, recalled = self.cache.bytes_held // rows, self.cache.recall_bytes // rows
-        is_cut = self.holds_all and self.marks is None  # states have one size
+        is_cut = self.holds_all and self.checkpoints is None  # states have one size
         own = own * len(self.tokens) // max(slots, 1) + SLOT_BYTES if is_cut else own
         return own + recalled + self.logits_bytes
 
@@ -171,8 +173,8 @@ class CacheEntry(PrefixText):
         """Its first tokens, of which its cache is to have no others."""
         if self.cache.tokens_seen[0] > tokens:
             self.cache.rollback(self.cache.tokens_seen[0] - tokens)
-        passes, marks = tuple(each for each in self.passes if each <= tokens), self.cache.checkpoints_of(0)
-        found = replace(self, tokens=self.tokens[:tokens], passes=passes, marks=marks)
+        passes, checkpoints = tuple(each for each in self.passes if each <= tokens), self.cache.checkpoints_of(0)
+        found = replace(self, tokens=self.tokens[:tokens], passes=passes, checkpoints=checkpoints)
         return found if (self.logits_end or 0) <= tokens else replace(found, logits=None, logits_end=None)
 
     @property

@@ -1,4 +1,4 @@
-"""Tokens that are read in the middle of a text: of joined chunks a second time, and of an edited history.
+"""Passes over tokens in the middle of a text: recomputed tokens of joined parts, new tokens of an edited history.
 
 `Alignment` finds the tokens that an edited history shares with the text before the edit.
 """
@@ -170,7 +170,7 @@ def own_starts(begins: int | None, firsts: Sequence[int], spans: Sequence[Span])
     return {span.start for first, span in pairs if first == begins and span.start > 0 and not span.is_exact}
 
 
-def passes(
+def rewrite_steps(
     cache: KVCache, positions: Sequence[int], ids: Mapping[int, int], row: int, is_insert: bool = False
 ) -> Iterator[Step]:
     """Yield steps that read the tokens at these ascending positions again, in place, over cached tokens.
@@ -185,12 +185,12 @@ def passes(
         tokens = torch.zeros_like(at)
         tokens[row] = torch.tensor([ids[place] for place in places.tolist()])
         yield Step(
-            at.to(cache.device),
-            tuple(len(places) * (index == row) for index in range(cache.batch_size)),
-            ends.to(cache.device),
-            prompt_ends.to(cache.device),
-            max(cache.next_positions),
-            tokens.to(cache.device),
+            positions=at.to(cache.device),
+            lengths=tuple(len(places) * (index == row) for index in range(cache.batch_size)),
+            next_positions=ends.to(cache.device),
+            prompt_ends=prompt_ends.to(cache.device),
+            end=max(cache.next_positions),
+            ids=tokens.to(cache.device),
             defer_eviction=not is_insert,
             is_prompt=True,
             is_rewrite=not is_insert,
@@ -221,7 +221,7 @@ def divergence(
     found = Divergence(LOOKED_AT, layer)
     cache.divergence = found
     try:
-        for step in passes(cache, positions, ids, row):
+        for step in rewrite_steps(cache, positions, ids, row):
             with suppress(StopAtLayer):
                 read_step(model, cache, step)
     finally:
@@ -229,7 +229,7 @@ def divergence(
     distances = found.of_row(row)
     found.keep()
     if cache.heads is not None and cache.heads.is_split:  # a distance is a sum over all heads
-        return cache.heads.ranks.sum(distances)
+        return cache.heads.ranks.all_reduce(distances)
     return distances
 
 

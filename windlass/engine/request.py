@@ -95,42 +95,44 @@ class PromptParts:
 
 @dataclass(frozen=True)
 class Request:
-    """One text to be written after the token ids of `prompt`, in a row of a cache with these `options`.
-
-    `presence_penalty` is subtracted once from the logit of each token that the text has written, `frequency_penalty` as
-    often as the text has it. `logit_bias` is added to the logit of a token id. Log probabilities of the token and the
-    `top_logprobs` likeliest come with each token unless that is None. They follow from the logits after all this,
-    before the temperature. `scores_prompt`: log probabilities of the prompt's tokens come too, by the model's own
-    logits. Such a request uses no cached prefix. `max_tokens`: 0 writes nothing. `tenant`: only requests of the same
-    tenant share cached prefixes. Its text up to the first `/` names the owner. `parts`: parts of the prompt that are
-    joined, not read in order. None: no parts. `seconds`: the request fails once it took longer, its wait for a row
-    included. None: the engine's limit. `ends`: the number of prompt tokens before the end of each message, where known.
-    `head`: the number of tokens of the system text, with all that the chat template puts before a user's first message.
-    `pins`: ranges [start, stop) of its tokens behind the head that are never evicted.
-    `hidden`: the special tokens that have no text. None: all of them. `speculate`: see `engine.speculate`. None: the
-    engine's own.
-    """
+    """One text to be written after the token ids of `prompt`, in a row of a cache with these `options`."""
 
     prompt: Sequence[int]
     options: CacheOptions
     max_tokens: int
+    """Most tokens to write. 0 writes nothing."""
     stops: Stops
     sampling: Sampling = field(default_factory=Sampling)
     presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token that the text has written."""
     frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token as often as the text has it."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logit of a token id."""
     top_logprobs: int | None = None
+    """Return log probabilities with each token: its own, and those of so many of the likeliest (None: none).
+
+    They follow from the logits after penalties and bias, before the temperature."""
     scores_prompt: bool = False
+    """Return log probabilities of the prompt's tokens, by the model's own logits. Uses no cached prefix."""
     grammar: Grammar | None = None
     tenant: str = ""
+    """Only requests of the same tenant share cached prefixes. Its text up to the first `/` names the owner."""
     seconds: float | None = None
+    """Timeout, the wait for a row included (None: the engine's limit)."""
     reuse: Reuse = Reuse()
     parts: PromptParts | None = None
+    """Parts of the prompt that are joined, not read in order (None: no parts)."""
     ends: tuple[int, ...] = ()
+    """Number of prompt tokens before the end of each message, where known."""
     head: int = 0
+    """Number of tokens of the system text, with all that the chat template puts before a user's first message."""
     pins: tuple[tuple[int, int], ...] = ()
+    """Ranges [start, stop) of its tokens behind the head that are never evicted."""
     hidden: frozenset[int] | None = None
+    """Special tokens that have no text (None: all of them)."""
     speculate: str | None = None
+    """Drafts, see `engine.speculate` (None: the engine's default)."""
 
     @property
     def kept(self) -> int | str:
@@ -283,7 +285,7 @@ class Ticket:
 
     @property
     def is_gone(self) -> bool:
-        """Return True if its row is free again, or will be before the engine's next turn."""
+        """Return True if its row is free again, or will be before the engine's next iteration."""
         return self._is_over or self.is_cancelled
 
     @property
@@ -320,25 +322,27 @@ class EngineDeadError(WindlassError):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """Limits of the scheduler: `queue` requests that wait, of `queued_tokens` in all, a prompt of `prompt_tokens`.
-
-    `unread_events` of a ticket may wait for `unread_seconds`, after which its request fails. `reading` prompts are read
-    in turn. `alone` requests may have other options than the rows have. Each of them has a cache of its own, of at most
-    `alone_bytes`. `recall_bytes`: of the tokens that rows may recall, see `recall_share`. `seconds`: of a request from
-    its arrival to its end. None: no limit.
-    """
+    """Limits of the scheduler."""
 
     queue: int = 64
+    """Most requests that wait."""
     queued_tokens: int = 1_000_000
+    """Most tokens of all prompts that wait."""
     prompt_tokens: int = 1_000_000
     max_tokens: int = 32_768
     unread_events: int = 256
+    """A request fails once more of its events wait, and the oldest has waited longer than `unread_seconds`."""
     unread_seconds: float = 30.0
     reading: int = 2
+    """Prompts that are read in turn."""
     alone: int = 1
+    """Requests with options that no row has. Each of them has a cache of its own."""
     alone_bytes: int = 1 << 30
+    """Most bytes of such a cache."""
     recall_bytes: int = 1 << 30
+    """Most bytes of the tokens that rows may recall, see `recall_share`."""
     seconds: float | None = None
+    """Longest time of a request, from its arrival to its end. None: no limit."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The bytes of a request, told before it takes them."""
+"""Memory estimates of a request, for admission."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Many texts at once: one thread owns the model and its caches, and lets requests read and write in turn.
 
-A turn reads a chunk of tokens, of one prompt or of several short ones, or is a decode step of every lane. Where there
-is work of both kinds they alternate. So no decode step waits longer than a chunk, a prompt that comes alone waits for
-no step, and a long prompt holds no short one back, because prompts are read in turn. A request waits until it has a
+An iteration reads a chunk of tokens, of one prompt or of several short ones, or is a decode step of every lane. Where
+there is work of both kinds they alternate. So no decode step waits longer than a chunk, a prompt that comes alone waits
+for no step, and a long prompt holds no short one back, because prompts are read in turn. A request waits until it has a
 row. From then on it owns all the memory that it can need.
 """
 
@@ -67,7 +67,7 @@ class Service(ABC):
 
     @property
     def kinds(self) -> Sequence[CacheOptions]:
-        """Kinds of rows: each once, that of the fewest bytes first."""
+        """The kinds of rows, smallest in bytes first."""
         return (self.options,)
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
@@ -197,13 +197,13 @@ class ErrorCounter:
         return True
 
 
-BEAT: Final = 1.0  # seconds between turns of an idle engine, which show other ranks that it is alive
+BEAT: Final = 1.0  # seconds between iterations of an idle engine, which show other ranks that it is alive
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """Input of a turn. `tickets` wait for a row, in order. `cancelled` are numbers of requests that nobody waits for,
-    and `late` those of requests that have failed, with the reasons. `is_over`: there is no turn any more."""
+    """Input of an iteration. `tickets` wait for a row, in order. `cancelled` are numbers of requests that nobody waits
+    for, and `late` those of requests that have failed, with the reasons. `is_over`: there is no iteration any more."""
 
     is_over: bool
     tickets: Sequence[Ticket]
@@ -219,7 +219,7 @@ class StepInput:
         tasks: Sequence[ActiveRequest],
         limits: EngineLimits,
     ) -> StepInput:
-        """The turn that begins now, with so many waiting and under way."""
+        """The input of the iteration that begins now: `tickets` wait, `tasks` are under way."""
         reasons = {task.ticket.number: _late(task, limits) for task in tasks}
         reasons |= {ticket.number: ticket.late(limits.seconds) for ticket in tickets}
         late = {number: failed.message for number, failed in reasons.items() if failed is not None}
@@ -249,7 +249,7 @@ class StepInput:
 
 @dataclass(frozen=True)
 class _StepMessage:
-    """A turn as rank 0 sends it: only the new tickets, without the fields that only rank 0 reads."""
+    """An iteration as rank 0 sends it: only the new tickets, without the fields that only rank 0 reads."""
 
     is_over: bool
     arrived: tuple[tuple[int, Request], ...]
@@ -274,15 +274,15 @@ class Lockstep:
         """Return True if clients come to this rank."""
         return self._ranks.is_first
 
-    def tell(self, turn: StepInput) -> None:
-        """Send the turn that rank 0 begins to the other ranks."""
-        new = tuple((each.number, _bare(each.request)) for each in turn.tickets if each.number > self._newest)
+    def tell(self, iteration: StepInput) -> None:
+        """Send the iteration that rank 0 begins to the other ranks."""
+        new = tuple((each.number, _bare(each.request)) for each in iteration.tickets if each.number > self._newest)
         self._newest = max([self._newest, *(number for number, _ in new)])
-        self._ranks.told_by_first(_StepMessage(turn.is_over, new, turn.cancelled, turn.late))
+        self._ranks.broadcast_object(_StepMessage(iteration.is_over, new, iteration.cancelled, iteration.late))
 
     def take(self, waiting: list[Ticket]) -> StepInput:
-        """The turn that rank 0 begins. Adds the tickets that are new there to those that are `waiting`."""
-        told = self._ranks.told_by_first(_StepMessage(False, (), frozenset()))
+        """The iteration that rank 0 begins. Adds the tickets that are new there to those that are `waiting`."""
+        told = self._ranks.broadcast_object(_StepMessage(False, (), frozenset()))
         waiting += [Ticket(number, request) for number, request in told.arrived]
         return StepInput(told.is_over, list(waiting), told.cancelled, told.late)
 
@@ -293,7 +293,7 @@ def _bare(request: Request) -> Request:
 
 
 def _try(keep: Callable[[], None]) -> None:
-    """Keep a row. An error loses what would have been kept, and no request."""
+    """Keep a row. An error loses the row, and no request."""
     try:
         keep()
     except Exception:
@@ -313,10 +313,10 @@ class Scheduler(Service):
     """Serves requests in `rows`: so many of each kind of options. Most requests get the first kind.
 
     `reuse_bytes` bounds the cached prefixes in memory. A `disk` holds prefixes too. `watcher` looks at rows.
-    `speculate`: of requests that do not say. `start` begins.
+    `speculate` is the default for requests that set none. Call `start` to begin.
 
-    Raises: UsageError for options without a budget, for two kinds that are alike, and for `speculate` with a model that
-    cannot take drafts back.
+    Raises: UsageError for no rows, options without a budget, several rows of a policy that shares one budget among
+    layers, two kinds that are alike, and `speculate` with a model whose cache cannot take drafts back.
     """
 
     def __init__(
@@ -431,22 +431,22 @@ class Scheduler(Service):
             self._end("the engine has failed. See its log")
 
     def _served(self) -> str:
-        """Take turns until the end. Returns the reason of the end."""
+        """Iterate until the end. Returns the reason of the end."""
         while True:
-            turn = self._next_turn()
-            if turn.is_over:
+            iteration = self._next_iteration()
+            if iteration.is_over:
                 return "the engine was stopped"
             with self._changed:
-                self._totals.cancelled += turn.drop(self._tasks, self._waiting)
+                self._totals.cancelled += iteration.drop(self._tasks, self._waiting)
             self._retire()
-            self._turn(turn)
+            self._iterate(iteration)
             if self._guard.is_over:
                 self.has_failed = True
                 return "the engine has failed. See its log"
             self._status = self._told()
 
-    def _next_turn(self) -> StepInput:
-        """Wait until there is work, here or on rank 0, and return the turn."""
+    def _next_iteration(self) -> StepInput:
+        """Wait until there is work, here or on rank 0, and return the iteration's input."""
         lockstep = self._lockstep
         if lockstep is not None and not lockstep.leads:
             return lockstep.take(self._waiting.tickets)
@@ -454,29 +454,29 @@ class Scheduler(Service):
             beat = None if lockstep is None else BEAT
             self._changed.wait_for(lambda: self._has_work or self._stops_at is not None, beat)
             is_over = self._stops_at is not None and (monotonic() >= self._stops_at or not self._has_work)
-            turn = StepInput.of(is_over, self._waiting.tickets, self._cancelled, self._tasks, self.limits)
+            iteration = StepInput.of(is_over, self._waiting.tickets, self._cancelled, self._tasks, self.limits)
             self._cancelled.clear()
         if lockstep is not None:
-            lockstep.tell(turn)
-        return turn
+            lockstep.tell(iteration)
+        return iteration
 
     @property
     def _has_work(self) -> bool:
         return bool(self._tasks or self._waiting.tickets or self._cancelled)
 
     @torch.no_grad()
-    def _turn(self, turn: StepInput) -> None:
-        self._admit(turn)
+    def _iterate(self, iteration: StepInput) -> None:
+        self._admit(iteration)
         writing = [task for task in self._tasks if task.reader is None]
         self._has_read = bool(self._reading) and not (self._has_read and writing)
         if self._has_read:
-            self._read_chunk(turn)
+            self._read_chunk(iteration)
         else:
             for lane in {id(task.lane): task.lane for task in writing}.values():
                 self._write(lane, [task for task in writing if task.lane is lane])
         self._retire()
 
-    def _read_chunk(self, turn: StepInput) -> None:
+    def _read_chunk(self, iteration: StepInput) -> None:
         """Read as many prompts as are done within a chunk of tokens, but at least one pass."""
         left = self.options.chunk
         while True:
@@ -484,7 +484,7 @@ class Scheduler(Service):
             left -= task.next_read
             self._read(task)
             self._retire()
-            self._admit(turn)
+            self._admit(iteration)
             if not self._reading or self._reading[0].next_read > left:
                 return
 
@@ -530,12 +530,12 @@ class Scheduler(Service):
                 LOG.exception("nothing is shown any more")
                 self._watcher = None
 
-    def _admit(self, turn: StepInput) -> None:
+    def _admit(self, iteration: StepInput) -> None:
         """Give rows to waiting requests, in order. One that waits for one kind of row holds none of another back."""
-        for ticket in turn.wanted:
+        for ticket in iteration.wanted:
             if len(self._reading) >= self.limits.reading:
                 return
-            if ticket not in self._waiting.tickets:  # it began earlier in the turn
+            if ticket not in self._waiting.tickets:  # it began earlier in the iteration
                 continue
             lane = row = None
             try:
@@ -545,7 +545,15 @@ class Scheduler(Service):
                     continue
                 asked = ticket.request.speculate or self._speculate
                 drafter = None if asked == OFF else drafter_of(asked, self._model)
-                task = ActiveRequest(ticket, lane, row, self._model, self._tokenizer, self._snapshots, drafter)
+                task = ActiveRequest(
+                    ticket,
+                    lane,
+                    row,
+                    model=self._model,
+                    tokenizer=self._tokenizer,
+                    snapshots=self._snapshots,
+                    drafter=drafter,
+                )
                 self._tasks.append(task)
                 self._reading.append(task)
                 self._snapshots.under_way.append(task)

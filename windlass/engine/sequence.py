@@ -156,7 +156,7 @@ def _added(scores: Tensor, numbers: Mapping[int, float]) -> Tensor:
     return scores.index_add(0, ids, torch.tensor(list(numbers.values()), device=scores.device).float())
 
 
-PATIENCE: Final = 32  # steps in a row that fewer rows would have served, after which there are fewer
+PATIENCE: Final = 32  # steps in a row with half of the rows idle, after which the cache is shrunk
 
 
 class Lane:
@@ -321,7 +321,7 @@ class ActiveRequest(RowSource):
         self._snapshots, self._may_be_kept = snapshots, self.reader.may_be_kept and ticket.request.reuse.store
         self._passes, self._holds_all = self.reader.passes, 0
         self._logits: Tensor | None = None  # behind the prompt, for requests that ask the same
-        self._moved, self._sound = self.reader.moved, self.reader.sound
+        self._moved, self._exact_tokens = self.reader.moved, self.reader.exact_tokens
         self._finish: Finish | None = None
         heads = lane.cache.heads
         self.writer = Writer(ticket.request, tokenizer, lane.cache.device, None if heads is None else heads.ranks)
@@ -331,7 +331,7 @@ class ActiveRequest(RowSource):
 
     def read(self) -> None:
         """Read one more chunk of the prompt. After the last one, choose the first token, and only then keep and move
-        what was read."""
+        the row."""
         reader = self.reader
         assert reader is not None, "a prompt that was read before"
         reader.read()
@@ -439,8 +439,8 @@ class ActiveRequest(RowSource):
             tokens=tokens,
             passes=passes,
             holds_all=is_all,
-            sound=self._sound,
-            marks=self.cache.checkpoints_of(self.index),
+            exact_tokens=self._exact_tokens,
+            checkpoints=self.cache.checkpoints_of(self.index),
             key=key,
             cache=self.cache,
             bytes=0,

@@ -28,7 +28,8 @@ from windlass.hf.load import load
 from windlass.hf.weights import weight_bytes
 
 LOOKUP, OFF = "lookup", "off"  # the names of options
-SHORTEST, USUAL, MATCHED = 2, 3, 5  # last tokens that came before: after a hit, at first, and after a miss
+# Length of the n-gram that must match: after a hit, at first, after a miss (and the longest looked for).
+SHORTEST, USUAL, MATCHED = 2, 3, 5
 CANDIDATES: Final = 8  # places that are compared, at most
 BUCKETS: Final = 1 << 16
 NOWHERE: Final = -1
@@ -105,7 +106,7 @@ class LookupIndex(DraftSource):
 
 @final
 class DraftModel:
-    """A smaller model that drafts what follows in texts of another one, whose tokenizer it shares.
+    """A smaller model that drafts tokens for another one with the same tokenizer.
 
     It reads all that the other reads, into a cache of its own with these options (default: no budget), whose `rollback`
     is raised to the longest draft. A text that begins with the last one is read from there on.
@@ -140,7 +141,7 @@ class DraftModel:
         return drafts
 
     def _read(self, text: array[int]) -> Tensor:
-        """Read what the cache lacks of a text, at least its last token, whose logits are returned."""
+        """Read the tokens of a text that the cache lacks, at least the last one. Returns its logits."""
         ends = (len(self._held) - n for n in range(min(LONGEST + 1, len(self._held)) + 1))
         common = next((end for end in ends if end < len(text) and self._held[:end] == text[:end]), 0)
         if len(self._held) - common > LONGEST + 1:
@@ -239,11 +240,11 @@ class Drafter:
 
 
 Speculate = str | DraftModel | None
-"""`lookup`, `off` as None, or a model that drafts."""
+"""`lookup`, `off` (the same as None), or a `DraftModel`."""
 
 
 def check_speculate(speculate: Speculate) -> None:
-    """Raises: UsageError for anything else."""
+    """Raises: UsageError for a value that is not a `Speculate`."""
     if speculate not in (LOOKUP, OFF, None) and not isinstance(speculate, DraftModel):
         raise UsageError(f"speculate={shown(speculate)} is no kind of drafts. Use {LOOKUP!r}, {OFF!r}, or a DraftModel")
 

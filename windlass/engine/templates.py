@@ -1,9 +1,9 @@
 """Chat templates: from the messages of a conversation to the text that a cache still lacks.
 
-`has_template` tells whether a tokenizer brings one. An empty cache is fed `opening`, a cache that ends with a reply
-`following`. `begun` and `rest` write one message of the user in two parts, the first of which may be kept in a prompt
-cache. `standing` tells where the text of a cache ends, from its token ids. Any error of a template becomes a UsageError
-of one line. All but `has_template` and `standing` refuse a tokenizer without a template.
+`has_template` tells whether a tokenizer brings one. An empty cache is fed `first_prompt`, a cache that ends with a
+reply `next_prompt`. `user_start` and `user_end` write one message of the user in two parts, the first of which may be
+kept in a prompt cache. `text_end` tells where the text of a cache ends, from its token ids. Any error of a template
+becomes a UsageError of one line. All but `has_template` and `text_end` refuse a tokenizer without a template.
 
 A text that these functions give is tokenized with the tokenizer's special tokens where the cache is empty, and
 without them where it is not, as `windlass.stream` does.
@@ -110,11 +110,7 @@ def rendered(
     """
 
     def render(given: Messages, with_tools: Tools) -> str:
-        listed: Any = [dict(each) for each in with_tools] or None
-        text = tokenizer.apply_chat_template(
-            given, tools=listed, tokenize=False, add_generation_prompt=True, **variables
-        )
-        return str(text)
+        return _applied(tokenizer, given, with_tools, variables, has_prompt=True)
 
     sample, sample_tools, marks = _marked(messages, tools)
     tried: list[tuple[Messages, Tools]] = []
@@ -129,6 +125,17 @@ def rendered(
         except Exception:  # a template is a program of the model's authors, and may raise anything
             continue
     return render(messages, tools), FORMS[0]
+
+
+def _applied(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools, variables: Mapping[str, Any], has_prompt: bool
+) -> str:
+    """The text of the chat template, with the start of the reply if `has_prompt`."""
+    listed: Any = [dict(each) for each in tools] or None
+    text = tokenizer.apply_chat_template(
+        messages, tools=listed, tokenize=False, add_generation_prompt=has_prompt, **variables
+    )
+    return str(text)
 
 
 def _shows(text: str, marks: Sequence[str]) -> bool:
@@ -163,11 +170,14 @@ def _marked(messages: Messages, tools: Tools) -> tuple[Messages, Tools, list[str
     return sample, named, marks
 
 
+MAX_SAMPLED: Final = 256  # messages beyond which a middle part that repeats the others is left out
+
+
 def _without_repeats(messages: Messages) -> Messages:
     """The messages without a middle part, where these are many of the kinds that the others are, in the same order."""
-    if len(messages) <= MOST:
+    if len(messages) <= MAX_SAMPLED:
         return messages
-    kinds, part = [*map(_kind, messages)], MOST // 4
+    kinds, part = [*map(_kind, messages)], MAX_SAMPLED // 4
     first, last = part, len(messages) - part
     cut = next((at for at in range(first, 2 * part) if kinds[at] == kinds[last]), None)
     is_known = cut is not None and {*kinds} <= {*kinds[:cut], *kinds[last:]}
@@ -184,7 +194,7 @@ def _with_calls(message: dict[str, Any], how: str) -> dict[str, Any]:
         return message
     functions = [each["function"] for each in message["tool_calls"]]
     if how == AS_TEXT:
-        texts = [f"<tool_call>\n{_json(each)}\n</tool_call>" for each in functions]
+        texts = [f"<tool_call>\n{json_text(each)}\n</tool_call>" for each in functions]
         plain = {name: value for name, value in message.items() if name != "tool_calls"}
         return {**plain, "content": "\n".join([*filter(None, [message["content"]]), *texts])}
     argue = _wrapped if how == WRAPPED else _as_string
@@ -200,7 +210,7 @@ def _wrapped(arguments: Any) -> Any:
 
 
 def _as_string(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else _json(arguments)
+    return arguments if isinstance(arguments, str) else json_text(arguments)
 
 
 def _results_of_user(messages: Messages) -> Messages:
@@ -216,7 +226,7 @@ def _results_of_user(messages: Messages) -> Messages:
 
 
 def _tools_text(tools: Tools) -> str:
-    return TOOLS_TEXT.format(tools="\n".join(map(_json, tools)))
+    return TOOLS_TEXT.format(tools="\n".join(map(json_text, tools)))
 
 
 def _with_system_text(messages: Messages, text: str) -> Messages:
@@ -256,12 +266,13 @@ def _together(*texts: str) -> str:
     return APART.join(filter(None, texts))
 
 
-def _json(value: Any) -> str:
+def json_text(value: Any) -> str:
+    """A value as JSON, with letters of all scripts as they are."""
     return json.dumps(value, ensure_ascii=False)
 
 
 Message = dict[str, str]  # of `role` (system, user or assistant) and `content`
-Standing = Literal["bare", "user", "reply"]
+TextEnd = Literal["no_message", "user", "reply"]
 
 REPLY = "\u2042reply\u2042"  # stands for a reply in a template, and appears in no text
 TEXT = "\u2042text\u2042"  # stands for a text of the user
@@ -277,7 +288,7 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
     return bool(tokenizer.chat_template)
 
 
-def opening(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
+def first_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
     """The text to feed to an empty cache, up to the start of the reply to the last message.
 
     Raises: UsageError for a tokenizer without a template, or with one that fails.
@@ -285,7 +296,7 @@ def opening(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> 
     return without_start(tokenizer, _rendered(tokenizer, messages))
 
 
-def following(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ended_with: str = "") -> str:
+def next_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ended_with: str = "") -> str:
     """The text to feed to a cache that holds everything up to the latest reply, for the messages after it.
 
     `messages` is the whole conversation, the new messages included. The texts of its replies are not read. `ended_with`
@@ -302,14 +313,14 @@ def following(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], e
     return rest.lstrip().removeprefix(ended_with) if _goes_on(rest, ended_with) else rest
 
 
-def begun(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = None) -> str:
+def user_start(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = None) -> str:
     """The text to feed to an empty cache for a message of the user that begins with `text` and is not at its end."""
     before = _rendered(tokenizer, [*of_system(system), message("user", TEXT)]).partition(TEXT)[0]
     return without_start(tokenizer, before) + text
 
 
-def rest(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """The text to feed after `begun`: the rest of the message, up to the start of the reply."""
+def user_end(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The text to feed after `user_start`: the rest of the message, up to the start of the reply."""
     return text + _rendered(tokenizer, [message("user", TEXT)]).rpartition(TEXT)[2]
 
 
@@ -318,22 +329,22 @@ def of_system(system: str | None) -> list[Message]:
     return [] if system is None else [message("system", system)]
 
 
-def standing(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[Standing, str]:
-    """The place where a text of these token ids ends, and the `ended_with` for `following`.
+def text_end(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[TextEnd, str]:
+    """The place where a text of these token ids ends, and the `ended_with` for `next_prompt`.
 
-    `user`: within a message of the user (see `begun`). `reply`: in or after a reply. `bare`: it has no message.
+    `user`: within a message of the user (see `user_start`). `reply`: in or after a reply. `no_message`: it has none.
     """
     if not has_template(tokenizer):
-        return "bare", ""
+        return "no_message", ""
     turns = [message("user", TEXT), message("assistant", REPLY), message("user", TEXT)]
-    first, after = _rendered(tokenizer, turns[:1]), following(tokenizer, turns)
+    first, after = _rendered(tokenizer, turns[:1]), next_prompt(tokenizer, turns)
     head, end = map(_bare, (first.partition(TEXT)[0], first.rpartition(TEXT)[2]))
     between = _bare(after.partition(TEXT)[0])
     shared = next((at for at in range(len(head)) if between.endswith(head[at:])), len(head))
     held = _bare(str(tokenizer.decode(list(ids), skip_special_tokens=False)))
     _, found, since = held.rpartition(head[shared:])
     if not (found and head[shared:]):
-        return "bare", ""
+        return "no_message", ""
     if end not in since:
         return "user", ""
     last = str(tokenizer.decode(list(ids[-1:]), skip_special_tokens=False))
@@ -347,10 +358,12 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
     try:
         return rendered(tokenizer, [dict(each) for each in messages])[0]
     except Exception as error:  # a template is a program of the model's authors, and may raise anything
-        gist = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(
-            f"this model's chat template fails: {gist}. `windlass generate --raw` leaves the template out"
-        ) from error
+        raise UsageError(f"{template_problem(error)}. `windlass generate --raw` leaves the template out") from error
+
+
+def template_problem(error: Exception, most: int | None = None) -> str:
+    """The message for a chat template that raises `error`, with at most so many characters of its text."""
+    return f"this model's chat template fails: {' '.join(str(error).split())[:most] or type(error).__name__}"
 
 
 def without_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
@@ -371,7 +384,7 @@ def _bare(text: str) -> str:
     return "".join(text.split())
 
 
-MOST: Final = 256  # ends of a prompt that each take a rendering of all messages before it
+MAX_RENDERED_ENDS: Final = 256  # ends of a prompt that each take a rendering of all messages before it
 NEAR: Final = 16  # messages before any other end that are rendered
 PROMPTS: Final = 8  # whose ends are known
 HEAD: Final = ("system", "developer", "tool")  # roles of messages that belong to the head, before all others
@@ -389,11 +402,8 @@ def renderer(
 
     def render(messages: Sequence[AnyMessage]) -> str:
         given, listed = form.applied([dict(each) for each in messages], [dict(each) for each in tools])
-        asked: Any = listed or None
-        text = tokenizer.apply_chat_template(
-            given, tools=asked, tokenize=False, add_generation_prompt=False, **(variables or {})
-        )
-        return without_start(tokenizer, str(text))
+        text = _applied(tokenizer, given, listed, variables or {}, has_prompt=False)
+        return without_start(tokenizer, text)
 
     return render
 
@@ -443,7 +453,7 @@ class MessageEnds:
 def _end_of(render: Render, messages: Sequence[AnyMessage], ends: Sequence[int | None], text: str) -> int | None:
     """The end of the message behind those with these `ends`. Behind many, it follows from the messages near it."""
     count = len(ends) + 1
-    if count <= MOST:
+    if count <= MAX_RENDERED_ENDS:
         return _begins(render, messages[:count], text)
     before = next((at for at in range(count - 1, count - NEAR, -1) if ends[at - 1] is not None), None)
     users = (at for at in range(count - 2, count - NEAR, -1) if messages[at]["role"] == "user")
@@ -520,8 +530,7 @@ def system_tokens(
     try:
         _, form = rendered(tokenizer, asked, tools or ())
     except Exception as error:  # as above
-        gist = " ".join(str(error).split()) or type(error).__name__
-        raise UsageError(f"this model's chat template fails: {gist}. Give sinks a number") from error
+        raise UsageError(f"{template_problem(error)}. Give sinks a number") from error
     return head_tokens(tokenizer, renderer(tokenizer, form, tools or ()), messages)
 
 

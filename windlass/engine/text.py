@@ -5,7 +5,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, islice
 from typing import Final, final
@@ -14,6 +14,13 @@ from transformers import PreTrainedTokenizerBase
 
 from windlass.core.errors import UsageError, check_kind, whole_number
 from windlass.core.types import Tokens, shared
+
+
+def partial_mark(text: str, marks: Sequence[str]) -> int:
+    """The number of characters at the end of `text` that may become one of `marks`, which is not whole there."""
+    longest = max(map(len, marks), default=0)
+    lengths = range(min(len(text), longest - 1), 0, -1)
+    return next((n for n in lengths if any(len(mark) > n and mark.startswith(text[-n:]) for mark in marks)), 0)
 
 
 @dataclass(frozen=True)
@@ -25,9 +32,7 @@ class Stops:
 
     def held_back(self, text: str) -> int:
         """The number of characters at the end of `text` that may still become a stop string."""
-        longest = max(map(len, self.strings), default=0)
-        lengths = range(min(len(text), longest - 1), 0, -1)
-        return next((n for n in lengths if any(each.startswith(text[-n:]) for each in self.strings)), 0)
+        return partial_mark(text, self.strings)
 
     def first_in(self, text: str) -> tuple[int, str] | None:
         """The stop string that is complete first, read character by character, and its start. None: there is none.
@@ -185,7 +190,7 @@ class TextStream:
         found = self.stops.first_in(new)
         stop, by = (None, None) if found is None else found
         given = new[:stop] if stop is not None or is_last else new[: len(new) - self.stops.held_back(new)]
-        return TextStream(  # not by `replace`, which looks at each field
+        return TextStream(  # `replace` is slower
             self.tokenizer,
             self.stops,
             self.tokens if tokens is None else tokens,
@@ -227,10 +232,10 @@ class TokenizedText:
     before the last that has ended. `cuts`: tokens that no text before them changes, nor the text behind them."""
 
     text: str
-    ids: Tokens
-    starts: "array[int]"
-    ends: "array[int]"
-    cuts: "array[int]"
+    ids: Tokens = field(default_factory=Tokens)
+    starts: "array[int]" = field(default_factory=lambda: array("i"))
+    ends: "array[int]" = field(default_factory=lambda: array("i"))
+    cuts: "array[int]" = field(default_factory=lambda: array("i"))
 
     def tokens_before(self, characters: int) -> int | None:
         """The number of tokens of the first so many characters. None: one of them goes on behind these."""
@@ -257,7 +262,7 @@ class PromptEncoder:
     def tokenized(self, text: str) -> TokenizedText:
         """A text as a prompt begins with it."""
         if not text:
-            return TokenizedText(text, Tokens(), *(array("i") for _ in range(3)))
+            return TokenizedText(text)
         found = self._latest  # another thread may ask for another text meanwhile
         if found is None or found.text != text:
             found = self._latest = self._found(text)
@@ -268,7 +273,7 @@ class PromptEncoder:
         same, base = max(known, key=lambda pair: pair[0], default=(0, None))
         found = None if base is None else base if base.text == text else self._after(base, same, text)
         if found is None:
-            found = self._joined(TokenizedText(text, Tokens(), *(array("i") for _ in range(3))), text, 0)
+            found = self._joined(TokenizedText(text), text, 0)
         if len(text) >= LEAST:
             self._held = [each for each in self._held if each is not base or same < len(each.text)][-REMEMBERED + 1 :]
             self._held.append(found)

@@ -49,8 +49,8 @@ from windlass.hf.passes import (
     check_arguments,
     check_call,
     check_model,
-    fed,
     inference_only,
+    model_input,
     not_compiled,
     real_columns,
     sees_to,
@@ -99,7 +99,7 @@ class CheckedGenerate:
             vars(self._model)["generate"] = self._own
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own, whose arguments these are. Raises: UsageError for a text that does not go on."""
+        """Generate as the model does, with the same arguments. Raises: UsageError for a text that does not go on."""
         kwargs = with_cache_as(GENERATE, kwargs)
         cache, mask, embeds = (kwargs.get(name) for name in (GENERATE, "attention_mask", "inputs_embeds"))
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
@@ -460,7 +460,7 @@ class AttachedModel(Attachment):
         if cache.model_id is not self:
             raise UsageError("this KVCache was made for another model, or before this one was attached. Make a new one")
         check_call((self.decoder.inner, self.decoder.outer), bound)
-        columns, ids = fed(bound)
+        columns, ids = model_input(bound)
         batch, tokens = columns.shape[:2]
         check_picks(self.indexers, cache, tokens, self.indexed.unserved)
         positions, axes = self.axes.split(bound.get(POSITIONS), self.decoder.first_position)

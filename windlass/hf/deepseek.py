@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UnsupportedModel, UsageError
 from windlass.core.positions import rotate
-from windlass.core.types import Attended, IndexKeys, PickedSlots, Picker, Queries, Turn
+from windlass.core.types import Attended, CosSin, IndexKeys, PickedSlots, Picker, Queries
 from windlass.hf.passes import AttributePatch, RunningPass, cache_name, not_compiled
 from windlass.hf.recurrent import LayerKinds
 from windlass.hf.weights import is_plain
@@ -124,7 +124,7 @@ class Indexer:
         self._signature, self.cache_name = inspect.signature(module.forward), cache_name(module.forward)
         self.limit: int = getattr(module, LIMIT)
         self.heads: int = getattr(module, HEADS, 1)
-        self.turned: slice | None = None
+        self.rotated_channels: slice | None = None
         """Channels of the index keys that RoPE rotates, found at attach (None: no channels)."""
         self.replaced = AttributePatch(module, "forward", self.forward)
 
@@ -178,13 +178,13 @@ class IndexerCall:
 
     def keys(self, is_plain: bool) -> Tensor:
         """(batch, tokens, channels): the new tokens' index keys, un-rotated where `is_plain`, else as they come."""
-        angles = _unturned(self.arguments[ANGLES]) if is_plain else self.arguments[ANGLES]
+        angles = _unrotated(self.arguments[ANGLES]) if is_plain else self.arguments[ANGLES]
         own, states = _Keys(None), self.arguments[HIDDEN]
         self.ask(angles, torch.ones(*states.shape[:2], 1, dtype=torch.bool, device=states.device), own)
         assert own.new is not None, "an indexer that hands no keys to its cache"
         return own.new
 
-    def ask(self, angles: Turn, seen: Tensor, cache: _Keys) -> Tensor:
+    def ask(self, angles: CosSin, seen: Tensor, cache: _Keys) -> Tensor:
         """The picks (batch, tokens, picked) of the model's own indexer, by number."""
         named = {ANGLES: angles, MASK: seen, self.indexer.cache_name: cache}
         picked: Tensor = self.indexer.replaced.original(**{**self.arguments, **named})
@@ -213,13 +213,15 @@ class ModelPicker(Picker):
         return ModelPicker(self._call.columns(start, stop), self.keys[:, start:stop])
 
     def picked(
-        self, keys: IndexKeys, seen: PickedSlots, keys_turn: Turn | None, queries_turn: Turn | None
+        self, keys: IndexKeys, seen: PickedSlots, keys_cos_sin: CosSin | None, queries_cos_sin: CosSin | None
     ) -> PickedSlots:
         call, device = self._call, self.keys.device
         given = call.arguments[ANGLES]
-        keys = turned(keys, keys_turn, call.indexer.turned).to(device)
+        keys = rotated_keys(keys, keys_cos_sin, call.indexer.rotated_channels).to(device)
         cos, sin = (
-            _unturned(given) if queries_turn is None else tuple(_widened(each, given[0]) for each in queries_turn)
+            _unrotated(given)
+            if queries_cos_sin is None
+            else tuple(_widened(each, given[0]) for each in queries_cos_sin)
         )
         batch, tokens, slots = seen.shape
         size = max(1, SCORE_BYTES // (batch * slots * call.indexer.heads * 4))
@@ -232,11 +234,11 @@ class ModelPicker(Picker):
         return torch.cat(blocks, 1).to(seen.device)
 
 
-def turned(keys: IndexKeys, turn: Turn | None, channels: slice | None) -> IndexKeys:
+def rotated_keys(keys: IndexKeys, cos_sin: CosSin | None, channels: slice | None) -> IndexKeys:
     """Index keys with these channels rotated, in their own dtype, as the model rotates them."""
-    if turn is None or channels is None:
+    if cos_sin is None or channels is None:
         return keys
-    cos, sin = (each.to(keys.dtype) for each in turn)
+    cos, sin = (each.to(keys.dtype) for each in cos_sin)
     before, its, after = keys.tensor_split((channels.start, channels.stop), -1)
     return torch.cat((before, rotate(its, cos, sin), after), -1)
 
@@ -246,7 +248,7 @@ def _widened(table: Tensor, like: Tensor) -> Tensor:
     return torch.cat((table, table), -1).to(like.device, like.dtype)
 
 
-def _unturned(angles: Turn) -> Turn:
+def _unrotated(angles: CosSin) -> CosSin:
     return torch.ones_like(angles[0]), torch.zeros_like(angles[1])
 
 
@@ -355,10 +357,10 @@ def _is_found(
     """Return True if it is now known which channels of its keys an indexer rotates, by the tables of its layer."""
     width = plain.shape[-1]
     channels: list[slice | None] = [None]
-    turn: Turn | None = None
+    cos_sin: CosSin | None = None
     if rotary is not None:
         table = tuple(each.float().cpu() for each in rotary.asked(positions))
-        turn = cos, sin = rotary.layout.columns(table[0], table[1])
+        cos_sin = cos, sin = rotary.layout.columns(table[0], table[1])
         pairs = rotary.rotary_pairs
         if not all(torch.equal(torch.cat((own, own), -1), each) for own, each in zip((cos, sin), table, strict=True)):
             return False  # `ModelPicker` gives a table like this to the indexer
@@ -366,7 +368,7 @@ def _is_found(
     for each in channels:
         if each is not None and each.start < 0:
             continue
-        if (turned(plain, turn, each) - rotated).norm() <= tolerance * rotated.norm():
-            indexer.turned = each
+        if (rotated_keys(plain, cos_sin, each) - rotated).norm() <= tolerance * rotated.norm():
+            indexer.rotated_channels = each
             return True
     return False

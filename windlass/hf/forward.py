@@ -56,7 +56,7 @@ def forward(
 
 
 def vocabulary_of(model: PreTrainedModel) -> int:
-    """How many token ids the model can read."""
+    """Number of token ids that the model can read."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
     return weight.shape[0]
@@ -128,7 +128,7 @@ class LayerShape:
 
     @property
     def most_visible(self) -> int | None:
-        """The most tokens that a query sees, or None without a limit."""
+        """The most tokens that a query sees, its own among them. None: no limit."""
         return most_visible(self.sliding_window, self.attention_chunk)
 
     @property
@@ -186,7 +186,7 @@ class _ShapeCache(ModelCache):
         return values.repeat_interleave(heads // kv_heads, 1)
 
     def attend_shared(self, layer: int, queries: Queries, call: AttentionCall) -> Attended:
-        """As `attend`, of a layer that wrote."""
+        """Attention of one token to the values of `layer`."""
         values = self._values[layer]
         return values.repeat_interleave(queries.shape[1] // values.shape[1], 1)
 

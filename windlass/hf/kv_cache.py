@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cache.cache import check_across_ranks, check_fit
+from windlass.cache.cache import check_across_ranks, check_fit_ranks
 from windlass.cache.compress import compress
 from windlass.cache.merging import Merge, checked_merge
 from windlass.cache.options import DEFAULT_RECALL_STORE, CacheOptions
@@ -118,7 +118,7 @@ def _read_again(cache: ModelCache, texts: list[list[int]], fitting: Fitting) -> 
 class KVCache(ModelCache):
     """KV cache of fixed size, with keys stored before RoPE, for a model prepared by `windlass.attach`.
 
-    Pass it as `past_key_values` to the model or to `generate`, or to `windlass.stream` and its kin.
+    Pass it as `past_key_values` to the model or to `generate`, or to `windlass.stream`, `generate` and `prefill`.
     The cache sets the positions: every row of the batch has its own text, and new tokens continue it.
 
     `budget`: most tokens that a layer caches between steps, per row. None caches all of them and grows on demand.
@@ -326,7 +326,7 @@ class KVCache(ModelCache):
         """
         check_kind("fit", fit, bool, "True or False")
         if fit:
-            check_fit(self.heads)
+            check_fit_ranks(self.heads)
             compress_fitted(self, budget, window)
         else:
             compress(self, budget, window)

@@ -137,7 +137,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
             self.rollback(columns)
 
     def activate_past_recording(self) -> None:
-        """Assisted decoding begins: until `reset`, `logits_to_keep` of a pass tells its drafts.
+        """Note that assisted decoding begins: until `reset`, `logits_to_keep` of a pass tells its drafts.
 
         They are then read token by token, so that the text is that of plain decoding. A model that does not take
         `logits_to_keep` reads its first drafts with the prompt, before anything of it is evicted.

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UsageError
-from windlass.hf.passes import POSITIONS, fed, our_cache, real_columns
+from windlass.hf.passes import POSITIONS, model_input, our_cache, real_columns
 from windlass.positions.rotary import Rotary
 
 DELTAS: Final = "rope_deltas"  # of a model's text: how far places lag behind columns. Not of a cache, so any text's
@@ -105,7 +105,7 @@ class RopeDeltas:
             self.handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Raises: UsageError for a mask that no pass can take."""
+        """Give the call the positions of its columns. Raises: UsageError for a mask that no pass can take."""
         cache = our_cache(kwargs)
         if cache is not None and cache.columns_seen and kwargs.get("position_ids") is None:
             args, kwargs = _of_new_columns(module, cache, args, kwargs)
@@ -130,7 +130,7 @@ def _of_new_columns(
     mask = bound.arguments.get("attention_mask")
     if mask is None:
         return args, kwargs
-    tokens = fed(bound.arguments)[0].shape[1]
+    tokens = model_input(bound.arguments)[0].shape[1]
     real_columns(mask, cache, tokens)
     bound.arguments["attention_mask"] = mask[:, -tokens:]
     return bound.args, bound.kwargs
@@ -165,7 +165,7 @@ def turned_by_differences(module: nn.Module, args: tuple[Any, ...], kwargs: dict
 
 
 def _whole(positions: Tensor) -> Tensor:
-    """Raises: UsageError for positions between whole numbers."""
+    """The positions as whole numbers. Raises: UsageError for positions between them."""
     if not torch.equal(positions, positions.round()):
         raise UsageError("position_ids are not whole numbers, as a KVCache keeps them. Leave past_key_values out")
     return positions.long()

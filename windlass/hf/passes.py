@@ -98,7 +98,7 @@ def _asks_attentions(config: Any) -> bool:
     return bool(own[name] if name in own else getattr(config, name[1:], False))
 
 
-def fed(arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+def model_input(arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """The input of a pass, ids or embeddings, and the ids. Raises: UsageError for no tokens."""
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     columns = ids if ids is not None else embeds
@@ -132,7 +132,7 @@ def check_adapter(model: PreTrainedModel) -> None:
 
 
 def refuse_prefix() -> NoReturn:
-    """Raises: UsageError."""
+    """Refuse PEFT's prefix tuning. Raises: UsageError."""
     raise UsageError(
         "PEFT's prefix tuning replaces the cache by one of its own, with keys that are rotated and have no positions: "
         "leave the KVCache out, or give it to the base model. LoRA, IA3 and prompt tuning work with a KVCache"
@@ -257,9 +257,8 @@ def _named(called: Callable[..., Any]) -> str | None:
     return next((name for name in CACHE_NAMES if name in taken), None)
 
 
-GENERATE: Final = (
-    _named(GenerationMixin.prepare_inputs_for_generation) or CACHE_NAMES[-1]
-)  # of `generate`, in this release
+# Name of the argument of `generate`, in this release.
+GENERATE: Final = _named(GenerationMixin.prepare_inputs_for_generation) or CACHE_NAMES[-1]
 
 
 def our_cache(arguments: Mapping[str, Any]) -> TextCache | None:
@@ -413,13 +412,13 @@ class WholePass:
         return get_ident() in self._passes
 
     def begin(self, decoder: RunningPass) -> None:
-        """A pass of the decoder begins, in one of the whole model or alone."""
+        """Note that a pass of the decoder begins, in one of the whole model or alone."""
         decoder.is_alone = not self.is_served
         if decoder.is_alone:
             self._enter([])
 
     def end(self, decoder: RunningPass, is_complete: bool) -> None:
-        """It ends."""
+        """Note that a pass of the decoder has ended."""
         if decoder.is_alone:
             self.leave()
         elif is_complete:
@@ -427,7 +426,7 @@ class WholePass:
 
     @not_compiled
     def leave(self) -> None:
-        """No pass with a cache of ours runs in this thread."""
+        """Forget the passes of this thread."""
         self._passes.pop(get_ident(), None)
 
     @not_compiled

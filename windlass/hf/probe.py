@@ -196,7 +196,7 @@ class Probe:
 
     @contextmanager
     def own_attention_is_named(self, model: PreTrainedModel) -> Iterator[None]:
-        """Raises: UnsupportedModel, in place of the error of attention code that can make nothing of our mask."""
+        """Replace errors of attention code that cannot read our mask. Raises: UnsupportedModel in their place."""
         try:
             yield
         except UnsupportedModel:

@@ -96,7 +96,7 @@ class PolicyHeader(_Model):
 
     @property
     def depth(self) -> int:
-        """How many policies stand inside one another."""
+        """Number of policies inside one another, this one included."""
         return 1 + max((each.depth for each in self.wrapped), default=0)
 
     @classmethod

@@ -107,7 +107,7 @@ def heads_of(ranks: Ranks, probe: Probe, kinds: LayerKinds) -> RankHeads:
     Raises: UnsupportedModel where layers differ, or each rank has all queries and some keys.
     """
     own = [_seen(probe.keys, probe.queries, layer) for layer in kinds.attention]
-    everywhere = ranks.gathered(own)
+    everywhere = ranks.all_gather(own)
     found = {
         (any(keys[0] != each[0] for each in others), all(keys[1] == each[1] for each in others))
         for keys, *others in zip(*everywhere, strict=True)
@@ -140,7 +140,7 @@ def gather_heads(cache: TextCache, layers: Mapping[int, Mapping[str, Tensor]]) -
         found[index] = {}
         for name, tensor in sorted(own.items()):
             axis = _head_axis(name, is_alike)
-            pieces = [tensor] if axis is None else heads.ranks.gathered_by_first(tensor.cpu().contiguous())
+            pieces = [tensor] if axis is None else heads.ranks.gather(tensor.cpu().contiguous())
             found[index][name] = _joined(pieces, axis, EMPTY if name == POSITIONS else 0) if pieces else tensor
     return found
 
@@ -150,7 +150,7 @@ def any_evicted(cache: TextCache) -> list[bool]:
     own = [layer.history.has_evicted for layer in cache.layers]
     if cache.heads is None:
         return own
-    return [any(each) for each in zip(*cache.heads.ranks.gathered(own), strict=True)]
+    return [any(each) for each in zip(*cache.heads.ranks.all_gather(own), strict=True)]
 
 
 def check_statistics(cache: TextCache, is_ours: bool) -> None:
@@ -190,7 +190,7 @@ def written_by_first(heads: RankHeads | None, write: Callable[[], None]) -> None
             write()
         except PromptCacheError as error:
             said = str(error)
-    if said := heads.ranks.told_by_first(said):
+    if said := heads.ranks.broadcast_object(said):
         raise PromptCacheError(said)
 
 

@@ -67,7 +67,7 @@ class CodedWeights(Tensor):
 
     @property
     def codes(self) -> Tensor:
-        """As `GroupCodes` has them."""
+        """The packed codes, see `GroupCodes`."""
         return self.groups.codes
 
     @property

@@ -546,7 +546,7 @@ def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Sc
     store, kv_heads = slots.recall, slots.keys.data.shape[1]
     assert store is not None, "recall without a store"
     queries = new.queries.float()
-    queries = (queries if store.turn is None else rotate(queries, *store.turn)) * slots.scale
+    queries = (queries if store.cos_sin is None else rotate(queries, *store.cos_sin)) * slots.scale
     pieces = tuple(piece.keys for piece in store.pieces)
     best = best_pages(
         PageInput(
@@ -623,15 +623,15 @@ def decode(slots: DecodeSlots, new: DecodeInput) -> DecodeOutput:
     is_observing = retention is not None and retention.ranking.observe != "nothing"
     out, mass = attend(
         AttentionInput(
-            new.queries,
-            slots.keys,
-            slots.values,
-            read,
-            new.positions,
-            None if slots.tables is None else RotaryIndex(at),
-            slots.tables,
-            slots.scale,
-            slots.visibility,
+            queries=new.queries,
+            keys=slots.keys,
+            values=slots.values,
+            slot_positions=read,
+            query_positions=new.positions,
+            rotary_index=None if slots.tables is None else RotaryIndex(at),
+            tables=slots.tables,
+            scale=slots.scale,
+            visibility=slots.visibility,
             softcap=slots.softcap,
             observed=new.positions.clamp(max=0) if is_observing or new.is_observed else None,
         )

@@ -4,7 +4,8 @@ A policy scores the slots of one layer, and the cache evicts the tokens with the
 layer does four things in each step, in this order: write, attend, observe, evict.
 
 A policy declares `needs` and `observed_queries`, and has two methods: `score`, and `observe` if it ranks by
-attention. `windlass/policies/base.py` has interfaces for special needs.
+attention. For special needs there are interfaces beside `Policy`: `OneShot`, `Budgeter`, `ModelSpecific`,
+`Initializer`, `Recency`, `LayersAsRows`, `KernelPolicy`.
 
 You may rely on:
 1. `slots` are those of layer `slots.layer`, of `slots.layers`, and where its heads lie in groups, of its kv heads

@@ -5,12 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from windlass.core.errors import PolicyError
 from windlass.core.ranks import RankHeads
-from windlass.core.types import NewKeys, Queries, Scores, SlotPositions, TokenIds
+from windlass.core.types import NewKeys, Queries, Scores, TokenIds
 from windlass.policies.base import TOKEN, WEIGHT, Initializer, ModelSpecific, Observation, Policy, Slots
 from windlass.policies.pairs import Pairs
 from windlass.policies.recent import Recent
@@ -106,11 +105,6 @@ def initial_writes(state: dict[str, Scores], initial_state: dict[str, Tensor]) -
     return [(tensor, known.get(name, 0.0)) for name, tensor in state.items()]
 
 
-def unknown_state(names: tuple[str, ...], positions: SlotPositions) -> dict[str, Scores]:
-    """The state of tokens that were written while none was kept."""
-    return {name: torch.full_like(positions, UNKNOWN_STATE.get(name, 0.0), dtype=torch.float32) for name in names}
-
-
 # Policies that rank all heads alike: these read no head, so all ranks compute the same scores.
 ALIKE: Final = (Recent, Pairs)
 # These read only the sum of attention over the heads.
@@ -132,7 +126,7 @@ class SummedMass(Wrapper):
         return repr(self.policy)
 
     def observe(self, slots: Slots, observation: Observation) -> None:
-        mass = self.heads.ranks.sum(observation.mass.sum(1, keepdim=True))
+        mass = self.heads.ranks.all_reduce(observation.mass.sum(1, keepdim=True))
         self.policy.observe(slots, replace(observation, mass=mass))
 
     def score(self, slots: Slots) -> Scores:

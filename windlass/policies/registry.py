@@ -14,8 +14,8 @@ from windlass.policies.key_diff import KeyDiff
 from windlass.policies.recent import Recent
 from windlass.policies.wrappers import find
 
-_KINDS: dict[str, type[Policy]] = {**NAMES, **WRAPPERS, **FROM_FILES}
-_BY_CLASS: dict[str, tuple[str, type[Any]]] = {kind.__name__: (name, kind) for name, kind in _KINDS.items()}
+KNOWN: dict[str, type[Policy]] = {**NAMES, **WRAPPERS, **FROM_FILES}
+_BY_CLASS: dict[str, tuple[str, type[Any]]] = {kind.__name__: (name, kind) for name, kind in KNOWN.items()}
 
 
 def spelled(made: str) -> str:
@@ -53,7 +53,6 @@ def auto(has_budget: bool = True) -> Policy:
 
 
 Value = bool | int | float | Policy | None
-KNOWN: dict[str, type[Policy]] = {**NAMES, **WRAPPERS, **FROM_FILES}
 FORMS = "Use a name, Name(argument=number), Wrapper(name) or path/to/file.py:Class"
 POLICIES = PluginKind("policy", "policies", Policy, "windlass.policies.Policy", PolicyError)
 FILE = re.compile(r"(?P<mark>['\"]?)(?P<file>.*?)(?P=mark)\s*", re.DOTALL)  # in Pairs(...)

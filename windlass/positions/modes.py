@@ -103,13 +103,14 @@ class PositionMode(ABC):
         return f"{self.name}({numbers})" if numbers else self.name
 
 
-def per_rank(queries: QueryPositions, slots: SlotPositions) -> RotaryQueries:
+def per_head(queries: QueryPositions, slots: SlotPositions) -> RotaryQueries:
+    """Query positions for each score head, padding at 0."""
     return queries.clamp(min=0)[:, None, :].expand(-1, slots.shape[1], -1)
 
 
-def as_they_stand(slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
-    """Each token at its own position."""
-    return RotaryIndex(RotaryBranch(per_rank(queries, slots), slots.clamp(min=0)))
+def at_positions(slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
+    """Rotary index of tokens at their own positions."""
+    return RotaryIndex(RotaryBranch(per_head(queries, slots), slots.clamp(min=0)))
 
 
 def at_ranks(slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
@@ -187,7 +188,7 @@ class Windowed(PositionMode):
 
     def readings(self, slots: SlotPositions, step: Step, occupancy: int) -> Sequence[Reading]:
         if step.end <= self.trained_length:
-            return [Reading(as_they_stand(slots, step.positions), step.end, step.end)]
+            return [Reading(at_positions(slots, step.positions), step.end, step.end)]
         places = occupancy if self.is_bounded else step.end
         if step.positions.shape[1] == 1:
             trained = self.trained_length
@@ -200,7 +201,7 @@ class Windowed(PositionMode):
                 f'positions="auto" can\'t read a text with pictures beyond the trained length of {self.trained_length}'
                 f', and it reaches {queries.end}. Set cache.positions to "compact" or "original"'
             )
-        return Reading(as_they_stand(slots.at, queries.at), queries.end, queries.end)
+        return Reading(at_positions(slots.at, queries.at), queries.end, queries.end)
 
     def label(self, end: int, occupancy: int) -> str:
         """The explicit mode by which the newest token of a text up to `end` reads `occupancy` tokens."""
@@ -212,7 +213,7 @@ class Windowed(PositionMode):
     def _of_columns(self, slots: SlotPositions, step: Step, places: int) -> Iterator[Reading]:
         """A reading for all queries of one group, of the columns that have any."""
         queries, trained = step.positions, self.trained_length
-        q, k = per_rank(queries, slots), slots.clamp(min=0)
+        q, k = per_head(queries, slots), slots.clamp(min=0)
         is_beyond = queries >= trained
         inside = _columns(step, 0, trained)
         if inside is not None:
@@ -276,7 +277,7 @@ class Original(PositionMode):
     name = "original"
 
     def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
-        return as_they_stand(slots, queries)
+        return at_positions(slots, queries)
 
     def bound(self, end: int, occupancy: int, tokens: int) -> int:
         return end
@@ -291,7 +292,7 @@ class Original(PositionMode):
         return True
 
     def reading_at(self, slots: SlotPlaces, queries: Places) -> Reading:
-        return Reading(as_they_stand(slots.at, queries.at), queries.end, queries.end)
+        return Reading(at_positions(slots.at, queries.at), queries.end, queries.end)
 
 
 @dataclass(frozen=True)
@@ -343,7 +344,7 @@ class SelfExtend(PositionMode):
     def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
         if queries.shape[1] == 1:
             return _of_one_column(self.rule(), slots, queries, 0)
-        q, k = per_rank(queries, slots), slots.clamp(min=0)
+        q, k = per_head(queries, slots), slots.clamp(min=0)
         far_q = q // self.group + self.window - self.window // self.group
         return RotaryIndex(rebased(q, k, self.window), RotaryBranch(far_q, k // self.group), self.window)
 
@@ -371,7 +372,7 @@ class Clamp(PositionMode):
     def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
         if queries.shape[1] == 1:
             return _of_one_column(self.rule(), slots, queries, 0)
-        q, k = per_rank(queries, slots), slots.clamp(min=0)
+        q, k = per_head(queries, slots), slots.clamp(min=0)
         far = RotaryBranch(torch.full_like(q, self.limit), torch.zeros_like(k))
         return RotaryIndex(rebased(q, k, self.limit), far, self.limit)
 
@@ -398,7 +399,7 @@ class Auto(PositionMode):
         return Original() if trained_length is None else Windowed(trained_length, is_bounded)
 
     def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
-        return as_they_stand(slots, queries)
+        return at_positions(slots, queries)
 
     def bound(self, end: int, occupancy: int, tokens: int) -> int:
         return end

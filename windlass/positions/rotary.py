@@ -257,7 +257,7 @@ class Rotary:
             built.tables[dtype] = cos.to(dtype), sin.to(dtype)
         return built.tables[dtype]
 
-    def turn_at(self, distance: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def cos_sin_at(self, distance: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Cos and sin of each channel pair's angle at a distance, or where the table for a text of `length` ends."""
         cos, sin = self.tables(length, device)
         at = min(distance, cos.shape[0] - 1)

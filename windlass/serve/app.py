@@ -75,11 +75,11 @@ METHODS: Final = ("GET", "POST", "DELETE")
 class Server:
     """The routes of one model. Once `gate` is closed, no request is admitted, and those under way go on."""
 
-    def __init__(self, service: Service, words: PromptTokenizer, settings: ServerSettings) -> None:
-        self.service, self.words, self.settings = service, words, settings
+    def __init__(self, service: Service, tokenizer: PromptTokenizer, settings: ServerSettings) -> None:
+        self.service, self.tokenizer, self.settings = service, tokenizer, settings
         self.gate, self.metrics = Gate(), Metrics(service)
-        self._grammars = Grammars(words, settings.request.grammar_bytes, settings.request.grammar_depth)
-        self._builder = RequestBuilder(service, words, settings.request.texts, settings.reuse)
+        self._grammars = Grammars(tokenizer, settings.request.grammar_bytes, settings.request.grammar_depth)
+        self._builder = RequestBuilder(service, tokenizer, settings.request.texts, settings.reuse)
         self._threads = CapacityLimiter(THREADS)
         self._sessions = Sessions(settings.folder, settings.salt or b"", settings.sessions)
         self._responses = Responses(settings.folder, settings.sessions)
@@ -87,15 +87,15 @@ class Server:
     async def chat(self, http: HttpRequest, body: ChatRequest) -> Response:
         """Answer a conversation, or add a turn to a session."""
         self._check_model(body.model)
-        messages = await self._beside(partial(conversation, body.messages))
+        messages = await self._in_thread(partial(conversation, body.messages))
         turn = NO_TURN
         if body.session is not None:
             if body.n > 1:
                 raise BadField("n", f"must be 1 in a session, got {body.n}")
-            turn = await self._beside(partial(self._sessions.begin, caller(http, body.user), body.session))
+            turn = await self._in_thread(partial(self._sessions.begin, caller(http, body.user), body.session))
         with turn.closed_by_errors():
             given = [*turn.history, *messages]
-            asked = await self._beside(partial(self._built_chat, body, "messages", given, http.scope[TENANT]))
+            asked = await self._in_thread(partial(self._built_chat, body, "messages", given, http.scope[TENANT]))
             texts = [self._partial(body, asked) for _ in asked.requests]
             form = ChatDocuments(self._head(asked, body.left_out))
             return await self._answer(http, asked, form, texts, turn, messages)
@@ -103,8 +103,8 @@ class Server:
     async def complete(self, http: HttpRequest, body: CompletionRequest) -> Response:
         """Go on with a text."""
         self._check_model(body.model)
-        asked = await self._beside(partial(self._built_completion, body, http.scope[TENANT]))
-        texts = await self._beside(partial(self._echoing, body, asked))
+        asked = await self._in_thread(partial(self._built_completion, body, http.scope[TENANT]))
+        texts = await self._in_thread(partial(self._echoing, body, asked))
         return await self._answer(http, asked, CompletionDocuments(self._head(asked)), texts)
 
     async def respond(self, http: HttpRequest, body: ResponsesRequest) -> Response:
@@ -112,10 +112,10 @@ class Server:
         self._check_model(body.model)
         tenant, previous = caller(http, body.user), body.previous_response_id
         stored = partial(self._responses.item, tenant)
-        messages, chat = await self._beside(lambda: (body.messages(stored), body.as_chat()))
-        turn = await self._beside(partial(self._responses.begin, tenant, previous))
+        messages, chat = await self._in_thread(lambda: (body.messages(stored), body.as_chat()))
+        turn = await self._in_thread(partial(self._responses.begin, tenant, previous))
         given = [*body.system, *turn.history, *messages]
-        asked = await self._beside(partial(self._built_chat, chat, "input", given, http.scope[TENANT]))
+        asked = await self._in_thread(partial(self._built_chat, chat, "input", given, http.scope[TENANT]))
         is_stored = body.store is not False and self._responses.is_on
         form = ResponseDocuments(self._head(asked, body.left_out), body, is_stored)
         texts = [self._partial(chat, asked)]
@@ -123,16 +123,16 @@ class Server:
 
     async def show_response(self, http: HttpRequest, number: str, query: Annotated[UserQuery, Query()]) -> Response:
         """A stored response of this API key and user."""
-        return JsonAnswer(await self._beside(partial(self._responses.get, caller(http, query.user), number)))
+        return JsonAnswer(await self._in_thread(partial(self._responses.get, caller(http, query.user), number)))
 
     async def delete_response(self, http: HttpRequest, number: str, query: Annotated[UserQuery, Query()]) -> Response:
         """Delete a stored response of this API key and user."""
-        await self._beside(partial(self._responses.delete, caller(http, query.user), number))
+        await self._in_thread(partial(self._responses.delete, caller(http, query.user), number))
         return JsonAnswer({"id": number, "object": "response", "deleted": True})
 
     async def create_session(self, http: HttpRequest, body: SessionRequest) -> Response:
         """A new session of this API key and user."""
-        return JsonAnswer(await self._beside(lambda: self._created(caller(http, body.user), body)))
+        return JsonAnswer(await self._in_thread(lambda: self._created(caller(http, body.user), body)))
 
     def _created(self, tenant: str, body: SessionRequest) -> dict[str, Any]:
         messages = conversation(body.messages or ())
@@ -141,42 +141,42 @@ class Server:
 
     async def list_sessions(self, http: HttpRequest, query: Annotated[UserQuery, Query()]) -> Response:
         """The sessions of this API key and user."""
-        found = await self._beside(partial(self._sessions.all, caller(http, query.user)))
+        found = await self._in_thread(partial(self._sessions.all, caller(http, query.user)))
         return JsonAnswer({"object": "list", "data": found})
 
     async def show_session(self, http: HttpRequest, name: str, query: Annotated[UserQuery, Query()]) -> Response:
         """A session with its messages."""
-        return JsonAnswer(await self._beside(partial(self._sessions.get, caller(http, query.user), name)))
+        return JsonAnswer(await self._in_thread(partial(self._sessions.get, caller(http, query.user), name)))
 
     async def delete_session(self, http: HttpRequest, name: str, query: Annotated[UserQuery, Query()]) -> Response:
         """Delete a session."""
-        await self._beside(partial(self._sessions.delete, caller(http, query.user), name))
+        await self._in_thread(partial(self._sessions.delete, caller(http, query.user), name))
         return JsonAnswer({"object": "session.deleted", "name": name, "deleted": True})
 
     async def rewind(self, http: HttpRequest, name: str, body: RewindRequest) -> Response:
-        """Leave the first messages of a session."""
+        """Keep only the first `messages` of a session."""
         tenant = caller(http, body.user)
-        return JsonAnswer(await self._beside(partial(self._sessions.rewind, tenant, name, body.messages)))
+        return JsonAnswer(await self._in_thread(partial(self._sessions.rewind, tenant, name, body.messages)))
 
     async def branch(self, http: HttpRequest, name: str, body: BranchRequest) -> Response:
         """A new session that begins with the first messages of another one."""
         tenant = caller(http, body.user)
-        return JsonAnswer(await self._beside(partial(self._sessions.branch, tenant, name, body.messages, body.name)))
+        return JsonAnswer(await self._in_thread(partial(self._sessions.branch, tenant, name, body.messages, body.name)))
 
     async def converse(self, http: HttpRequest, body: MessagesRequest) -> Response:
         """Answer a conversation as Anthropic's Messages API does."""
         self._check_model(body.model)
-        messages, chat = await self._beside(lambda: (body.as_messages(), body.as_chat()))
-        asked = await self._beside(partial(self._built_chat, chat, "messages", messages, http.scope[TENANT]))
+        messages, chat = await self._in_thread(lambda: (body.as_messages(), body.as_chat()))
+        asked = await self._in_thread(partial(self._built_chat, chat, "messages", messages, http.scope[TENANT]))
         form = MessageDocuments(self._head(asked, body.left_out), len(asked.requests[0].prompt))
         return await self._answer(http, asked, form, [self._partial(chat, asked)])
 
     async def count(self, body: MessagesPrompt) -> Response:
         """The number of tokens of a conversation, as Anthropic's Messages API counts them."""
         self._check_model(body.model)
-        messages, chat = await self._beside(lambda: (body.as_messages(), body.as_chat()))
+        messages, chat = await self._in_thread(lambda: (body.as_messages(), body.as_chat()))
         check_conversation("messages", messages, self.settings.request.characters)
-        prompt = await self._beside(partial(self._prompt, chat, messages))
+        prompt = await self._in_thread(partial(self._prompt, chat, messages))
         return JsonAnswer({"input_tokens": len(prompt.ids)})
 
     async def tokenize(self, body: TokenizeRequest) -> Response:
@@ -185,20 +185,20 @@ class Server:
         if (body.prompt is None) == (body.messages is None):
             raise BadField("prompt", "or messages: give one of them", "missing_required_parameter")
         if body.messages is not None:
-            messages = await self._beside(partial(conversation, body.messages))
+            messages = await self._in_thread(partial(conversation, body.messages))
             check_conversation("messages", messages, self.settings.request.characters)
             variables = body.chat_template_kwargs or {}
-            tokens = (await self._beside(partial(self.words.chat, messages, (), variables))).ids
+            tokens = (await self._in_thread(partial(self.tokenizer.chat, messages, (), variables))).ids
         elif body.chat_template_kwargs is not None:
             raise BadField("chat_template_kwargs", "needs messages")
         else:
-            tokens = await self._beside(partial(self.words.encoded, body.prompt or "", body.add_special_tokens))
+            tokens = await self._in_thread(partial(self.tokenizer.encoded, body.prompt or "", body.add_special_tokens))
         return JsonAnswer({"tokens": [*tokens], "count": len(tokens)})
 
     async def detokenize(self, body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         self._check_model(body.model)
-        return JsonAnswer({"prompt": await self._beside(partial(self.words.decoded, body.tokens))})
+        return JsonAnswer({"prompt": await self._in_thread(partial(self.tokenizer.decoded, body.tokens))})
 
     async def models(self) -> Response:
         """The only model, as a list."""
@@ -211,12 +211,12 @@ class Server:
 
     @property
     def _model(self) -> dict[str, Any]:
-        return model_document(self.settings.name, self.settings.facts, self.service, self.words.vocabulary)
+        return model_document(self.settings.name, self.settings.facts, self.service, self.tokenizer.vocabulary)
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self.settings.name):
-            told = f"this server has the model {self.settings.name} only"
-            raise ApiError(404, told, "model", "model_not_found")
+            message = f"this server has the model {self.settings.name} only"
+            raise ApiError(404, message, "model", "model_not_found")
 
     async def health(self) -> Response:
         """Answer `ok` while the engine runs, and 503 once it has stopped. The route needs no key."""
@@ -239,7 +239,7 @@ class Server:
         status, wanted = self.service.status(), EntrySelector(owner_of(http.scope[TENANT]), query.name)
         told = {name: value for name, value in vars(status).items() if name != "rows"}
         rows = [vars(row) for row in status.rows]
-        stored = [vars(each) for each in await self._beside(partial(self.service.stored, wanted))]
+        stored = [vars(each) for each in await self._in_thread(partial(self.service.stored, wanted))]
         return JsonAnswer({"options": self.service.options.labels(), "rows": rows, **told, "stored": stored})
 
     async def forget(self, http: HttpRequest, query: Annotated[CacheQuery, Query()]) -> Response:
@@ -249,12 +249,12 @@ class Server:
     async def forget_one(self, http: HttpRequest, number: str, query: Annotated[CacheQuery, Query()]) -> Response:
         """Delete one cached prefix of this API key."""
         wanted = EntrySelector(owner_of(http.scope[TENANT]), query.name, number.rstrip("/"))
-        if not wanted.id or not await self._beside(partial(self.service.stored, wanted)):
+        if not wanted.id or not await self._in_thread(partial(self.service.stored, wanted)):
             raise ApiError(404, "none of your cached prefixes has this id. GET /v1/cache lists them", None, "not_found")
         return await self._forgotten(wanted)
 
     async def _forgotten(self, wanted: EntrySelector) -> Response:
-        gone = await self._beside(partial(self.service.forget, wanted))
+        gone = await self._in_thread(partial(self.service.forget, wanted))
         deleted, size = [each.id for each in gone], sum(each.bytes for each in gone)
         return JsonAnswer({"object": "cache.deleted", "deleted": deleted, "bytes": size})
 
@@ -285,13 +285,13 @@ class Server:
 
     def _prompt(self, body: ChatRequest, messages: list[dict[str, Any]]) -> Prompt:
         variables = body.chat_template_kwargs
-        if body.reasoning_effort == "none" and self.words.reads(THINKING):
+        if body.reasoning_effort == "none" and self.tokenizer.reads(THINKING):
             variables = {THINKING: False, **variables}
-        return self.words.chat(messages, [] if body.choice == "none" else body.function_tools, variables)
+        return self.tokenizer.chat(messages, [] if body.choice == "none" else body.function_tools, variables)
 
     def _partial(self, body: ChatRequest, asked: GenerationRequest) -> PartialText:
         """Return the reader of a chat's text, of thoughts where its model thinks, and of calls of the given tools."""
-        hidden = [*self.words.marks(asked.form.marks(bool(body.callable)))]
+        hidden = [*self.tokenizer.marks(asked.form.marks(bool(body.callable)))]
         return PartialText(reader_of(asked.form, body.callable, asked.has_begun_thought, hidden))
 
     def _built_completion(self, body: CompletionRequest, tenant: str) -> GenerationRequest:
@@ -300,11 +300,13 @@ class Server:
         if size > self.settings.request.characters:
             most = self.settings.request.characters
             raise BadField("prompt", f"must have at most {most} characters in all, got {size}")
-        prompts = [Prompt(self.words.encoded(each) if isinstance(each, str) else tuple(each)) for each in body.prompts]
+        prompts = [
+            Prompt(self.tokenizer.encoded(each) if isinstance(each, str) else tuple(each)) for each in body.prompts
+        ]
         if body.suffix:
-            prompts = [Prompt(self.words.around(tuple(each.ids), body.suffix)) for each in prompts]
+            prompts = [Prompt(self.tokenizer.around(tuple(each.ids), body.suffix)) for each in prompts]
         if chunks:
-            prompts = [self.words.behind(chunks, each) for each in prompts]
+            prompts = [self.tokenizer.behind(chunks, each) for each in prompts]
         return self._builder.built(body, prompts, (), LEGACY_MAX_TOKENS, tenant)
 
     def _echoing(self, body: CompletionRequest, asked: GenerationRequest) -> list[PartialText]:
@@ -313,12 +315,12 @@ class Server:
             return [PartialText() for _ in asked.requests]
         texts = [each if isinstance(each, str) else None for each in body.prompts]
         prompts = [each.prompt for each in asked.requests[:: asked.choices]]
-        echoes = [self.words.echo(text, tuple(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
+        echoes = [self.tokenizer.echo(text, tuple(prompt)) for text, prompt in zip(texts, prompts, strict=True)]
         return [PartialText(echo=each) for each in echoes for _ in range(asked.choices)]
 
     def _head(self, asked: GenerationRequest, left_out: Sequence[str] = ()) -> AnswerHeader:
         return AnswerHeader(
-            words=self.words,
+            tokenizer=self.tokenizer,
             model=self.settings.name,
             options=asked.options.labels(),
             choices=asked.choices,
@@ -350,7 +352,7 @@ class Server:
             tickets.cancel()
             turn.close()
 
-        kept = None if turn is NO_TURN else partial(self._beside, keep)
+        kept = None if turn is NO_TURN else partial(self._in_thread, keep)
         answering = AnswerStream(tickets, form, texts, self.metrics, self.settings.ping_seconds, kept)
         if asked.is_streamed:
             return EventStream(answering.chunks(), self.service.limits.unread_seconds, close)
@@ -359,7 +361,7 @@ class Server:
         finally:
             close()
 
-    async def _beside(self, work: Callable[[], Value]) -> Value:
+    async def _in_thread(self, work: Callable[[], Value]) -> Value:
         """Run `work` in a thread, so that the event loop goes on."""
         return await to_thread.run_sync(work, limiter=self._threads)
 
@@ -391,7 +393,7 @@ class JsonRoute(APIRoute):
 
 
 async def body_of(http: HttpRequest) -> bytes:
-    """Raises: ApiError for a body of another type, and one that does not come in time."""
+    """The body of a request. Raises: ApiError for a body of another type, and one that does not come in time."""
     if http.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
         raise ApiError(415, f"send the body with the header Content-Type: {JSON_TYPE}", None, "bad_content_type")
     seconds = http.app.state.settings.request.body_seconds
@@ -455,8 +457,8 @@ async def refused(http: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RouterException)
     if error.status_code == 404:
         known = dict.fromkeys(route.path for route in http.app.routes if isinstance(route, APIRoute))
-        told = f"there is no such route. There are {', '.join(known)}"
-        return ApiError(404, told, None, "unknown_route").answer(path)
+        message = f"there is no such route. There are {', '.join(known)}"
+        return ApiError(404, message, None, "unknown_route").answer(path)
     if error.status_code == 405:
         methods = [method for route in routes_of(http.app, path) for method in sorted(route.methods or ())]
         methods = methods or ["GET"]
@@ -519,7 +521,7 @@ def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
         Authentication,
         keys=settings.keys,
         hosts=settings.hosts,
-        is_public=ViewApp.is_public if page is not None else _none,
+        is_public=ViewApp.is_public if page is not None else lambda _: False,
         salt=settings.salt,
     )
     app.add_middleware(RequestLog, metrics=server.metrics, route_of=label_of)
@@ -535,7 +537,3 @@ def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         return app
     # A browser's preflight request has no key.
     return CORSMiddleware(app, origins, METHODS, ("*",), expose_headers=("x-request-id", "x-replica", "retry-after"))
-
-
-def _none(_path: str) -> bool:
-    return False

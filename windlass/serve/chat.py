@@ -17,11 +17,11 @@ LEAST: Final = -9999.0  # OpenAI's value for impossible tokens, as JSON has no i
 Pieces = Sequence[Piece]
 
 
-def of_chat(pieces: Pieces, words: PromptTokenizer, top: int) -> dict[str, Any]:
+def of_chat(pieces: Pieces, tokenizer: PromptTokenizer, top: int) -> dict[str, Any]:
     """`logprobs` of a choice of a chat, or of a part of it."""
 
     def one(token: int, value: float) -> dict[str, Any]:
-        text, codes = words.shown(token)
+        text, codes = tokenizer.shown(token)
         return {"token": text, "logprob": max(value, LEAST), "bytes": codes}
 
     return {
@@ -33,7 +33,7 @@ def of_chat(pieces: Pieces, words: PromptTokenizer, top: int) -> dict[str, Any]:
     }
 
 
-def of_completion(pieces: Pieces, words: PromptTokenizer, top: int) -> dict[str, Any]:
+def of_completion(pieces: Pieces, tokenizer: PromptTokenizer, top: int) -> dict[str, Any]:
     """`logprobs` of a choice of a completion, or of a part of it. A prompt's first token has none."""
     tops: list[dict[str, float] | None] = []
     for piece in pieces:
@@ -44,18 +44,20 @@ def of_completion(pieces: Pieces, words: PromptTokenizer, top: int) -> dict[str,
         # OpenAI lists the sampled token with the likeliest ones, even if it is not among them. Of two with one text,
         # the likelier is shown.
         each = [own, *(other for other in others[:top] if other.token != own.token)]
-        tops.append({_name(one.token, words): max(one.value, LEAST) for one in sorted(each, key=lambda one: one.value)})
+        tops.append(
+            {_name(one.token, tokenizer): max(one.value, LEAST) for one in sorted(each, key=lambda one: one.value)}
+        )
     return {
-        "tokens": [_name(piece.token, words) for piece in pieces],
+        "tokens": [_name(piece.token, tokenizer) for piece in pieces],
         "token_logprobs": [max(piece.logprobs[0].value, LEAST) if piece.logprobs else None for piece in pieces],
         "top_logprobs": tops,
         "text_offset": [piece.offset for piece in pieces],
     }
 
 
-def _name(token: int, words: PromptTokenizer) -> str:
+def _name(token: int, tokenizer: PromptTokenizer) -> str:
     """A token's text, or, of a part of a character, its bytes as OpenAI writes them, which have no other place."""
-    text, codes = words.shown(token)
+    text, codes = tokenizer.shown(token)
     if codes is None or bytes(codes) == text.encode():
         return text
     return "bytes:" + "".join(f"\\x{code:02x}" for code in codes)
@@ -160,7 +162,7 @@ class PartialText:
 class AnswerHeader:
     """Facts that all documents of an answer share. `top_logprobs` is None where no log probabilities were asked for."""
 
-    words: PromptTokenizer
+    tokenizer: PromptTokenizer
     model: str
     options: Options
     choices: int
@@ -212,8 +214,8 @@ class AnswerDocuments(ABC):
 class _Documents:
     """The frame around the choices."""
 
-    def __init__(self, head: AnswerHeader, prefix: str, kind: str) -> None:
-        self.head, self._kind = head, kind
+    def __init__(self, head: AnswerHeader, prefix: str) -> None:
+        self.head = head
         self._common = {"id": prefix + head.number, "created": head.created, "model": head.model}
 
     def chunk(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
@@ -240,7 +242,7 @@ class ChatDocuments(AnswerDocuments):
     """`chat.completion`, and its chunks."""
 
     def __init__(self, head: AnswerHeader) -> None:
-        self.head, self._documents = head, _Documents(head, "chatcmpl-", "chat.completion")
+        self.head, self._documents = head, _Documents(head, "chatcmpl-")
 
     def opening(self, at: int) -> list[dict[str, Any]]:
         return [self._chunk(at, {"role": "assistant", "content": "", "refusal": None})]
@@ -280,14 +282,14 @@ class ChatDocuments(AnswerDocuments):
 
     def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         top = self.head.top_logprobs
-        return None if top is None else of_chat(pieces, self.head.words, top)
+        return None if top is None else of_chat(pieces, self.head.tokenizer, top)
 
 
 class CompletionDocuments(AnswerDocuments):
     """`text_completion`, and its chunks, which have the same name."""
 
     def __init__(self, head: AnswerHeader) -> None:
-        self.head, self._documents = head, _Documents(head, "cmpl-", "text_completion")
+        self.head, self._documents = head, _Documents(head, "cmpl-")
 
     def opening(self, at: int) -> list[dict[str, Any]]:
         return []
@@ -312,7 +314,7 @@ class CompletionDocuments(AnswerDocuments):
 
     def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         top = self.head.top_logprobs
-        return None if top is None else of_completion(pieces, self.head.words, top)
+        return None if top is None else of_completion(pieces, self.head.tokenizer, top)
 
 
 def _call(call: Call) -> dict[str, Any]:

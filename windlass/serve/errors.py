@@ -189,22 +189,22 @@ def _field_error(error: Mapping[str, Any], document: Any) -> FieldError:
 
 
 def of_usage(error: UsageError, param: str | None = None) -> ApiError:
-    """A value that the library refused."""
+    """The error for a value that the library refused."""
     return ApiError(400, str(error), param or _param_of(str(error)), "invalid_value")
 
 
 def of_queue(error: QueueFullError) -> ApiError:
-    """Too many requests wait already."""
+    """The error for a full queue."""
     return ApiError(429, str(error), None, "queue_full", error.seconds)
 
 
 def of_death(error: EngineDeadError) -> ApiError:
-    """The engine does not run any more."""
+    """The error for an engine that has stopped."""
     return ApiError(503, str(error), None, "engine_dead")
 
 
 def of_failure(failed: Failure) -> ApiError:
-    """A text that will not go on."""
+    """The error for a text that failed."""
     if failed.is_ours:
         return ApiError(500, failed.message, None, "engine_error")
     return ApiError(400, failed.message, _param_of(failed.message), "request_failed")
@@ -217,7 +217,7 @@ def _param_of(message: str) -> str | None:
 
 
 def stopping() -> ApiError:
-    """The server ends."""
+    """The error for a server that stops."""
     return ApiError(503, "the server is about to end and takes no more requests", None, "stopping", 5.0)
 
 
@@ -244,7 +244,7 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class SessionLimits:
-    """Limits of what the server remembers: `sessions` of an API key, stored `responses` of all, and the `bytes` of all
+    """Limits of stored sessions and responses: `sessions` of an API key, `responses` of all, and the `bytes` of all
     sessions, and of all responses. 0 sessions and responses: it remembers none."""
 
     sessions: int = 1000

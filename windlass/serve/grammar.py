@@ -54,10 +54,10 @@ class Grammars:
     Compiling takes up to a second, so `of` is called in a thread and never in the event loop.
     """
 
-    def __init__(self, words: PromptTokenizer, most_bytes: int, most_depth: int) -> None:
-        self._words, self._most_bytes, self._most_depth = words, most_bytes, most_depth
+    def __init__(self, tokenizer: PromptTokenizer, most_bytes: int, most_depth: int) -> None:
+        self._tokenizer, self._most_bytes, self._most_depth = tokenizer, most_bytes, most_depth
         self._lock, self._kept = Lock(), OrderedDict[str, LLMatcher]()
-        self._tokenizer: LLTokenizer | None = None
+        self._grammar_tokenizer: LLTokenizer | None = None
 
     def of(self, name: str, schema: Schema, count: int) -> list[Grammar]:
         """As many grammars of `schema`, each for one text.
@@ -72,11 +72,11 @@ class Grammars:
         Raises: BadField as `of` and `of_call` do.
         """
         self._check(name, schema)
-        answer = f"{literal(form.answer, self._words.marks(form.answer))} {_json(schema)}"
+        answer = f"{literal(form.answer, self._tokenizer.marks(form.answer))} {_json_rule(schema)}"
         if not functions:
             return self._copies(name, f"start: {answer}", count)
         self._check("tools", functions)
-        calls = call_grammar(form, functions, self._words.marks(form.spelled), start="one_call")
+        calls = call_grammar(form, functions, self._tokenizer.marks(form.spelled), start="one_call")
         return self._copies(name, f"start: answer | one_call\nanswer: {answer}\n{calls}", count)
 
     def of_call(self, form: CallForm, functions: Functions, choice: str, count: int) -> list[Grammar]:
@@ -88,7 +88,7 @@ class Grammars:
             raise BadField("tool_choice", f"names {shown(choice[1:])}, which is not in tools")
         chosen = {name: each for name, each in functions.items() if choice in ("required", f"={name}")}
         self._check("tools", chosen)
-        return self._copies("tools", call_grammar(form, chosen, self._words.marks(form.spelled)), count)
+        return self._copies("tools", call_grammar(form, chosen, self._tokenizer.marks(form.spelled)), count)
 
     def _copies(self, name: str, source: str, count: int) -> list[Grammar]:
         with self._lock:
@@ -96,7 +96,7 @@ class Grammars:
             self._kept[source] = matcher
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
-            return [JsonGrammar(matcher.deep_copy(), self._words.vocabulary) for _ in range(count)]
+            return [JsonGrammar(matcher.deep_copy(), self._tokenizer.vocabulary) for _ in range(count)]
 
     def _check(self, name: str, schema: Schema) -> None:
         size = len(json.dumps(schema).encode())
@@ -111,10 +111,12 @@ class Grammars:
             initial_lexer_fuel=2_000_000, max_grammar_size=100_000, max_lexer_states=50_000, verbose_errors=False
         )
         try:
-            if self._tokenizer is None:
-                words, tokenizer = self._words, cast(Any, self._words.tokenizer)
-                self._tokenizer = from_tokenizer(tokenizer, words.vocabulary, list(words.ends) or None)
-            matcher = LLMatcher(self._tokenizer, LLMatcher.grammar_from_lark(source), log_level=0, limits=limits)
+            if self._grammar_tokenizer is None:
+                ours, theirs = self._tokenizer, cast(Any, self._tokenizer.tokenizer)
+                self._grammar_tokenizer = from_tokenizer(theirs, ours.vocabulary, list(ours.ends) or None)
+            matcher = LLMatcher(
+                self._grammar_tokenizer, LLMatcher.grammar_from_lark(source), log_level=0, limits=limits
+            )
         except ValueError as error:
             raise BadField(name, f"cannot be honoured: {_gist(str(error))}", "invalid_schema") from error
         if matcher.is_error():
@@ -133,7 +135,7 @@ def call_grammar(form: CallForm, functions: Functions, marks: Mapping[str, int],
     rules = [f"{start}: {before} ({' | '.join(f'call_{at}' for at in range(len(functions)))}) {after}"]
     for at, (name, schema) in enumerate(functions.items()):
         if form.pairs is None:
-            arguments = _json(_of_object(name, schema) if schema else NO_ARGUMENTS)
+            arguments = _json_rule(_of_object(name, schema) if schema else NO_ARGUMENTS)
         else:
             pairs = dict(_pairs(form.pairs, name, schema, marks))
             rules += [f"pair_{at}_{key}: {pair}" for key, (pair, _) in enumerate(pairs.values())]
@@ -148,8 +150,8 @@ def _of_object(name: str, schema: Schema) -> Schema:
     """The same schema, of objects alone."""
     kinds = schema.get("type", "object")
     if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
-        told = f"has parameters of {name} of type {json.dumps(kinds)}. Arguments are an object: give type object"
-        raise BadField("tools", told, "invalid_schema")
+        message = f"has parameters of {name} of type {json.dumps(kinds)}. Arguments are an object: give type object"
+        raise BadField("tools", message, "invalid_schema")
     return {**schema, "type": "object"}
 
 
@@ -177,12 +179,13 @@ def _value(form: PairForm, where: str, value: Schema, schema: Schema, marks: Map
         if wrong := next((word for word in LENGTHS if word in value), None):
             raise _not_held(f"has {wrong} {where}")
         return "text"
-    return f"{_json({**value, **{name: schema[name] for name in ('$defs', 'definitions') if name in schema}})} {after}"
+    rule = _json_rule({**value, **{name: schema[name] for name in ("$defs", "definitions") if name in schema}})
+    return f"{rule} {after}"
 
 
 def _not_held(problem: str) -> BadField:
-    told = "to which calls in this model's form cannot be held. Leave it out, or give tool_choice auto"
-    return BadField("tools", f"{problem}, {told}", "invalid_schema")
+    message = "to which calls in this model's form cannot be held. Leave it out, or give tool_choice auto"
+    return BadField("tools", f"{problem}, {message}", "invalid_schema")
 
 
 def _text_before(after: str, marks: Mapping[str, int]) -> str:
@@ -203,7 +206,7 @@ def literal(text: str, marks: Mapping[str, int]) -> str:
     )
 
 
-def _json(schema: Schema) -> str:
+def _json_rule(schema: Schema) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': FORM})}"
 
 

@@ -10,7 +10,7 @@ from windlass.engine.request import Piece
 from windlass.serve.chat import AnswerDocuments, AnswerHeader, PartialText, windlass_of
 from windlass.serve.errors import UNSUPPORTED, ApiError, BadField, named_event
 from windlass.serve.parsers import Call, CallPart, TextPart
-from windlass.serve.prompts import called
+from windlass.serve.prompts import tool_call
 from windlass.serve.schema import (
     FUNCTION_TAG,
     Body,
@@ -110,7 +110,7 @@ class InputMessage(Body):
         ]
         texts = [each for each in blocks if isinstance(each, TextBlock)]
         thoughts = [each.thinking for each in blocks if isinstance(each, ThinkingBlock)]
-        calls = [called(each.id, each.name, each.input) for each in blocks if isinstance(each, ToolUseBlock)]
+        calls = [tool_call(each.id, each.name, each.input) for each in blocks if isinstance(each, ToolUseBlock)]
         if len(results) == len(blocks) and blocks:
             return found
         own: dict[str, Any] = {"role": self.role, "content": (text_of(texts),)}
@@ -208,7 +208,7 @@ class MessagesPrompt(Body):
     tools: Annotated[list[Annotated[AnyTool, Discriminator(custom_kind)]], Field(max_length=128, default_factory=list)]
     """Functions that the model may call."""
     tool_choice: ToolChoice = ToolChoice(type="auto")
-    """Value of `tool_choice`: which function is to be called, if any."""
+    """`none`, `auto`, `any`, or the function that must be called."""
     thinking: Thinking | None = None
     output_config: OutputConfig = OutputConfig()
 

@@ -65,15 +65,15 @@ class Metrics:
         return generate_latest(self._registry)
 
     def answered(self, route: str, status: int) -> None:
-        """An answer has begun."""
+        """Count an answer that has begun."""
         self._answers.labels(route, str(status)).inc()
 
     def left(self) -> None:
-        """A client has gone."""
+        """Count a client that left."""
         self._gone.inc()
 
     def wrote(self, seconds: float, is_first: bool) -> None:
-        """Text came, `seconds` after the request or the text before it."""
+        """Record the seconds before a piece of text: since the request, or the piece before it."""
         (self._first if is_first else self._gap).observe(seconds)
 
 

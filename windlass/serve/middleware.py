@@ -70,9 +70,9 @@ def bare_path(scope: Scope) -> str:
 
 
 class Authentication:
-    """Lets in who calls the server by a name of its own, and brings one of its keys where it has some.
+    """Admits requests whose `Host` is one of `hosts`, and which bring one of `keys`, if there are any.
 
-    `is_public`: the paths that ask for none, beside `/health`: they have nothing of anybody.
+    `is_public` tells whether a path needs no key. `/health` never needs one.
     """
 
     def __init__(
@@ -103,15 +103,14 @@ class Authentication:
             raise ApiError(403, f"this server is called {names}. Call it so, or start it with a key", None, "bad_host")
 
     def _tenant(self, headers: dict[bytes, bytes]) -> str:
-        """Raises: ApiError where there is no key that fits."""
+        """The tenant of a request, empty without keys. Raises: ApiError where there is no key that fits."""
         if not self._keys:
             return ""
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         bearer = given.strip() if kind.lower() == b"bearer" else b""
         digest = self._digest(bearer or headers.get(b"x-api-key", b"").strip())
-        fits = [
-            hmac.compare_digest(digest, each) for each in self._keys
-        ]  # compares all of them, so that timing reveals nothing
+        # Compares all of them, so that timing reveals nothing.
+        fits = [hmac.compare_digest(digest, each) for each in self._keys]
         if not any(fits):
             raise ApiError(
                 401,

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, Final, NamedTuple, final
 
+from windlass.engine.templates import json_text
+from windlass.engine.text import partial_mark
 from windlass.serve.forms import (
     SPACE,
     THOUGHT_FORMS,
@@ -75,13 +77,6 @@ class ReplyReader(ABC):
         """Return the text that was held back."""
 
 
-def begun(text: str, marks: Sequence[str]) -> int:
-    """The number of characters at the end of `text` that may become one of `marks`, which is not whole there."""
-    longest = max(map(len, marks), default=0)
-    lengths = range(min(len(text), longest - 1), 0, -1)
-    return next((n for n in lengths if any(len(mark) > n and mark.startswith(text[-n:]) for mark in marks)), 0)
-
-
 def first_of(marks: Sequence[str], text: str) -> tuple[int, str]:
     """Where the first of `marks` stands in `text`, and which one it is: the longer one of two. (-1, "") for none."""
     found = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
@@ -103,8 +98,7 @@ class _At(Enum):
 class ThoughtReader:
     """Parts a text that comes in pieces. White space around a thought belongs to neither of the two.
 
-    Args:
-        is_open: whether the prompt has begun a thought. Else the text begins one with its mark, or has none.
+    `is_open`: the prompt has begun a thought. Otherwise the text begins one with its mark, or has none.
     """
 
     def __init__(self, is_open: bool, form: ThoughtForm = THOUGHT_FORMS[0]) -> None:
@@ -154,7 +148,7 @@ class ThoughtReader:
             given, self._held = self._held[:stop].rstrip(), self._held[stop + len(closing) :]
             self._at = _At.GAP
             return given
-        given = self._held[: len(self._held) - begun(self._held, [closing])].rstrip()
+        given = self._held[: len(self._held) - partial_mark(self._held, [closing])].rstrip()
         self._held = self._held[len(given) :]
         self._has_thought = self._has_thought or bool(given)
         return given
@@ -260,7 +254,7 @@ class CallReader:
                 return False
         at, mark = first_of(self._marks, self._held)
         if at < 0:
-            keep = len(self._held) - begun(self._held, self._leads)
+            keep = len(self._held) - partial_mark(self._held, self._leads)
             self._say(self._held[:keep])
             self._held = self._held[keep:]
             return False
@@ -410,17 +404,13 @@ def call_of(text: str, functions: Functions) -> Call | None:
         given = json.loads(arguments) if isinstance(arguments, str) else {} if arguments is None else arguments
     except (ValueError, RecursionError, TypeError):
         return None
-    return Call(found["name"], _json(given)) if isinstance(given, dict) else None
+    return Call(found["name"], json_text(given)) if isinstance(given, dict) else None
 
 
 def _paired(form: PairForm, name: str, text: str, schema: Schema) -> Call:
     """A call whose arguments are pairs, each value of the type that the schema asks for."""
     properties = properties_of(schema)
-    return Call(name, _json({key: typed(value, properties.get(key, {})) for key, value in form.pairs(text)}))
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return Call(name, json_text({key: typed(value, properties.get(key, {})) for key, value in form.pairs(text)}))
 
 
 @final
@@ -505,7 +495,7 @@ class HarmonyReply(ReplyReader):
             return self._header()
         at, mark = first_of(self.CLOSINGS, self._held)
         if at < 0:
-            keep = len(self._held) - begun(self._held, self.CLOSINGS)
+            keep = len(self._held) - partial_mark(self._held, self.CLOSINGS)
             given, self._held = self._held[:keep], self._held[keep:]
             return self._body(given) if given else None
         part = self._body(self._held[:at])

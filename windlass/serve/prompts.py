@@ -29,6 +29,7 @@ from windlass.engine.templates import (
     message_ends,
     rendered,
     renderer,
+    template_problem,
     tokens_until,
     without_start,
 )
@@ -100,7 +101,7 @@ def _call_as_sent(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_conversation(name: str, messages: Messages, most: int) -> None:
     """Raises: BadField, for the field `name`, where messages have more than `most` characters, or too many chunks."""
-    texts = written(messages, lambda chunk: chunk.text)
+    texts = plain_messages(messages, lambda chunk: chunk.text)
     size = sum(len(each["content"]) + len(each.get("reasoning_content", "")) for each in texts)
     if size > most:
         raise BadField(name, f"must have at most {most} characters in all, got {size}")
@@ -140,7 +141,7 @@ def _of_assistant(message: AssistantMessage) -> dict[str, Any]:
     return found
 
 
-def called(number: Any, function: str, arguments: Any) -> dict[str, Any]:
+def tool_call(number: Any, function: str, arguments: Any) -> dict[str, Any]:
     """A call as templates take it: arguments that are an object of JSON as an object, all others as a string."""
     made = {"type": "function", "function": {"name": function, "arguments": _object_or_string(arguments)}}
     return {"id": number, **made} if isinstance(number, str) else made
@@ -172,14 +173,14 @@ def _calls(message: AssistantMessage) -> list[dict[str, Any]]:
 def _call(given: Mapping[str, Any]) -> dict[str, Any]:
     custom, function = given.get("custom"), given.get("function")
     if isinstance(custom, Mapping):
-        return called(given.get("id"), _first_string(custom, CALL_NAMES), {"input": custom.get("input")})
+        return tool_call(given.get("id"), _first_string(custom, CALL_NAMES), {"input": custom.get("input")})
     parts = function if isinstance(function, Mapping) else given
-    return called(given.get("id"), _first_string(parts, CALL_NAMES), parts.get("arguments"))
+    return tool_call(given.get("id"), _first_string(parts, CALL_NAMES), parts.get("arguments"))
 
 
 def _call_of_part(part: Mapping[str, Any]) -> dict[str, Any]:
     arguments = next((part[name] for name in CALL_ARGUMENTS if part.get(name) is not None), None)
-    return called(_first_string(part, CALL_IDS) or None, _first_string(part, CALL_NAMES), arguments)
+    return tool_call(_first_string(part, CALL_IDS) or None, _first_string(part, CALL_NAMES), arguments)
 
 
 def _first_string(given: Mapping[str, Any], names: tuple[str, ...]) -> str:
@@ -198,7 +199,7 @@ def _object_or_string(arguments: Any) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
-def written(messages: Messages, chunk: Callable[[Chunk], str]) -> list[dict[str, Any]]:
+def plain_messages(messages: Messages, chunk: Callable[[Chunk], str]) -> list[dict[str, Any]]:
     """Return the messages as templates take them, with all text in strings. `chunk` returns the text of a chunk."""
 
     def joined(content: tuple[str | Chunk, ...]) -> str:
@@ -300,9 +301,8 @@ class Echo:
         for token in tokens[len(before) :]:
             own = token_bytes(tokenizer, token)
             codes = token_text(tokenizer, token).encode() if own is None else own
-            is_broken = (
-                bool(decoder.getstate()[0] and codes) and codes[0] >> 6 != 0b10
-            )  # a character that was never finished
+            # A character that was never finished.
+            is_broken = bool(decoder.getstate()[0] and codes) and codes[0] >> 6 != 0b10
             offsets.append(len(read) + is_broken)
             read += decoder.decode(codes)
         shown = (read if text is None else text).removeprefix(_added_space(tokenizer, tokens[len(before) :], text))
@@ -426,7 +426,7 @@ class PromptTokenizer:
         # A mark stands for each chunk, so that the template cannot join its tokens with those around it.
         mark, chunks, (pins, later) = secrets.token_hex(16), chunks_of(messages), pins_of(messages)
         numbers = iter(range(len(chunks)))
-        given = written(messages, lambda _: f"<{mark}-{next(numbers)}>")
+        given = plain_messages(messages, lambda _: f"<{mark}-{next(numbers)}>")
         with self._lock:
             source, given, text, form = self._rendered(given, tools, variables)
             reply = reply_form(source, form, bool(tools))
@@ -534,15 +534,12 @@ class PromptTokenizer:
         try:
             source = self.tokenizer.get_chat_template(tools=given)
             _check_variables(variables, source)
-            messages = fitted(messages, source)
+            messages = fit_to_template(messages, source)
             text, form = rendered(self.tokenizer, messages, tools, variables)
         except BadField:
             raise
         except Exception as error:  # a template is a program of the model's authors, and may raise anything
-            gist = " ".join(str(error).split())[:200] or type(error).__name__
-            raise ApiError(
-                400, f"this model's chat template fails: {gist}", "messages", "chat_template_failed"
-            ) from error
+            raise ApiError(400, template_problem(error, 200), "messages", "chat_template_failed") from error
         for line in form.told():
             if line not in self._told:
                 self._told.add(line)
@@ -563,15 +560,12 @@ class PromptTokenizer:
         return frozenset(index for mark, index in self._special.items() if mark not in marks) if marks else None
 
     def shown(self, token: int) -> tuple[str, list[int] | None]:
-        """A token's text and its own bytes, of which the text of a part of a character shows nothing.
-
-        Never waits for a text of others.
-        """
+        """A token's text, and its bytes, which the text does not show for part of a character. Takes no lock."""
         codes = token_bytes(self.tokenizer, token)
         return token_text(self.tokenizer, token), None if codes is None else list(codes)
 
 
-def fitted(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
+def fit_to_template(messages: list[dict[str, Any]], source: str) -> list[dict[str, Any]]:
     """Messages with the names and ids that a chat template asks for.
 
     gpt-oss reads a thought as `thinking`, and refuses one beside a text and a call. Mistral refuses ids of calls that

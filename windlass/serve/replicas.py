@@ -40,9 +40,9 @@ from windlass.serve.run import (
     DrainingServer,
     ServeOptions,
     address_of,
-    bound,
+    bind,
     server_of,
-    started_service,
+    start_service,
 )
 from windlass.serve.stream import ClientGone, unless_gone
 from windlass.view.server import SchedulerWatcher, ViewApp
@@ -143,7 +143,7 @@ class Replica:
         torch.set_num_threads(options.threads)
         model, tokenizer = load(options.model, options.dtype, options.device, options.weights)
         asked, watch = replace(options.serve, origins=()), SchedulerWatcher()  # the front answers browsers
-        self._service = started_service(model, tokenizer, asked, watch)
+        self._service = start_service(model, tokenizer, asked, watch)
         page = ViewApp(watch, tokenizer, self._service.status, asked.is_shown)
         self._app = make_app(server_of(model, tokenizer, asked, self._service, NO_SESSIONS), page)
 
@@ -288,8 +288,8 @@ class Front:
             async with asyncio.timeout(self._limits.body_seconds):
                 body = await http.body()
         except TimeoutError:
-            told = f"the body did not come within {self._limits.body_seconds:g} s"
-            raise ApiError(408, told, None, "body_timeout") from None
+            message = f"the body did not come within {self._limits.body_seconds:g} s"
+            raise ApiError(408, message, None, "body_timeout") from None
         if path.startswith(NUMBERED):
             number, _, path = path.removeprefix(NUMBERED).partition("/")
             affinity = Affinity(number=self._number(number))
@@ -363,7 +363,7 @@ def _no_replica() -> ApiError:
     return ApiError(503, "no replica is ready. They are being restarted", None, "no_replica", 5 * RETRY_SECONDS)
 
 
-def deployed(options: ReplicaOptions, count: int, gpus: int, name: str, note: Callable[[str], None]) -> ReplicaSet:
+def deploy(options: ReplicaOptions, count: int, gpus: int, name: str, note: Callable[[str], None]) -> ReplicaSet:
     """Start `count` replicas as the application `name` of Ray Serve, and return once all of them serve.
 
     Raises: UsageError where a replica cannot be started.
@@ -409,9 +409,9 @@ def serve_replicas(
     Raises: UsageError where the address is taken, or a replica cannot be started.
     """
     asked, name, is_over = options.serve, f"windlass-{secrets.token_hex(4)}", Event()
-    with bound(asked.host, asked.port) as listener:
+    with bind(asked.host, asked.port) as listener:
         try:
-            replicas = deployed(options, count, gpus, name, note)
+            replicas = deploy(options, count, gpus, name, note)
             front = Front(replicas, asked.settings.request, asked.limits.unread_seconds)
             drain = partial(front.drain, asked.stop_seconds)
             http = DrainingServer(with_origins(front, asked.origins), front.close, drain)

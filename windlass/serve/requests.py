@@ -73,7 +73,7 @@ def _is_as_asked(kind: CacheOptions, own: dict[str, Any]) -> bool:
 
 
 def max_tokens_of(body: TextRequest, most: int, default: int) -> int:
-    """Raises: BadField for more than the server writes, or two numbers that differ."""
+    """The maximum number of tokens to write. Raises: BadField above the server's limit, or for two that differ."""
     asked = {"max_tokens": body.max_tokens}
     if isinstance(body, ChatRequest):
         asked["max_completion_tokens"] = body.max_completion_tokens
@@ -87,7 +87,7 @@ def max_tokens_of(body: TextRequest, most: int, default: int) -> int:
 
 
 def max_seconds_of(body: TextRequest, most: float | None) -> float | None:
-    """Raises: BadField for more than the server gives a request."""
+    """The timeout of a request. Raises: BadField for more than the server gives a request."""
     if body.max_seconds is not None and most is not None and body.max_seconds > most:
         raise BadField("max_seconds", f"must be at most {most:g} on this server, got {body.max_seconds:g}")
     return body.max_seconds
@@ -126,7 +126,7 @@ class RequestBuilder:
     """Makes requests of the engine. `most_texts`: of one HTTP request. `reuse`: the mode of one that names none."""
 
     service: Service
-    words: PromptTokenizer
+    tokenizer: PromptTokenizer
     most_texts: int
     reuse: ReuseMode
 
@@ -157,7 +157,7 @@ class RequestBuilder:
         top, form = top_logprobs_of(body), prompts[0].form
         stops = self._stops(body, form)
         marks = form.marks(isinstance(body, ChatRequest) and bool(body.callable))
-        hidden = self.words.hidden(marks) if isinstance(body, ChatRequest) else None
+        hidden = self.tokenizer.hidden(marks) if isinstance(body, ChatRequest) else None
         requests = tuple(
             Request(
                 prompt=prompt.ids,
@@ -203,9 +203,9 @@ class RequestBuilder:
             raise BadField("n", f"times {len(prompts)} prompts must be at most {self.most_texts} texts")
         if body.stream_options is not None and not body.stream:
             raise BadField("stream_options", "requires `stream: true`")
-        self.words.check("logit_bias", [*map(int, body.logit_bias)])
+        self.tokenizer.check("logit_bias", [*map(int, body.logit_bias)])
         for prompt in prompts:
-            self.words.check("prompt", prompt.ids)
+            self.tokenizer.check("prompt", prompt.ids)
             if not prompt.ids:
                 raise ApiError(400, "the prompt is empty. Give at least one token", "prompt", "invalid_value")
 
@@ -217,18 +217,18 @@ class RequestBuilder:
 
     def _stops(self, body: TextRequest, form: ReplyForm) -> Stops:
         try:
-            stops = self.words.stops(body.stop)
+            stops = self.tokenizer.stops(body.stop)
         except UsageError as error:
             raise of_usage(error, "stop") from error
         if isinstance(body, ChatRequest):
-            stops = replace(stops, ids=stops.ids | {*self.words.marks("".join(form.calls.ends)).values()})
-        if body.suffix and self.words.infill is not None:
-            return replace(stops, ids=stops.ids | self.words.infill.ends)
+            stops = replace(stops, ids=stops.ids | {*self.tokenizer.marks("".join(form.calls.ends)).values()})
+        if body.suffix and self.tokenizer.infill is not None:
+            return replace(stops, ids=stops.ids | self.tokenizer.infill.ends)
         return stops
 
 
 def _has_echo(body: ChatRequest | CompletionRequest) -> bool:
-    """Raises: BadField for an echo of a prompt that is in parts, or around a gap."""
+    """Return True if the prompt is echoed. Raises: BadField where the prompt is in parts, or around a gap."""
     if not body.echo:
         return False
     for name, given in (("suffix", body.suffix), ("chunks", body.chunks)):

@@ -9,7 +9,7 @@ from windlass.engine.request import Piece
 from windlass.serve.chat import AnswerDocuments, AnswerHeader, PartialText, usage_of
 from windlass.serve.errors import MISSING, ApiError, BadField, named_event
 from windlass.serve.parsers import Call, TextPart
-from windlass.serve.prompts import called, content_of, of_message
+from windlass.serve.prompts import content_of, of_message, tool_call
 from windlass.serve.schema import (
     FUNCTION_TAG,
     Body,
@@ -227,7 +227,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
     tools: Annotated[list[Annotated[AnyTool, Discriminator(tool_kind)]], Field(max_length=128, default_factory=list)]
     """Functions that the model may call."""
     tool_choice: Choice | FlatChoice = "auto"
-    """Value of `tool_choice`: which function is to be called, if any."""
+    """`none`, `auto`, `required`, or the function that must be called."""
     truncation: Literal["auto", "disabled"] = "disabled"
     previous_response_id: Word | None = None
     """Id of the stored response that the input goes on from."""
@@ -323,7 +323,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
 
 
 def _call(number: Any, name: str, arguments: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": (), "tool_calls": [called(number, name, arguments)]}
+    return {"role": "assistant", "content": (), "tool_calls": [tool_call(number, name, arguments)]}
 
 
 def _together(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -483,7 +483,7 @@ class ResponseDocuments(AnswerDocuments):
         ]
 
     def _done(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        """The last item that has begun is over."""
+        """Events that end the last item."""
         kind, [part] = item["type"], item["content"]
         return [
             self._event(kind, "done", {"text": part["text"]}),

@@ -1,4 +1,4 @@
-"""From a model to a server that runs: its engine, its words, its socket."""
+"""Start a server for a model: engine, tokenizer, socket."""
 
 import logging
 import os
@@ -78,11 +78,11 @@ def check_origins(origins: tuple[str, ...]) -> None:
 
 
 def hosts_of(host: str, keys: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The names under which a server may be called: any, where it asks for a key."""
+    """The names under which a server may be called: None (any name) where it requires a key."""
     return None if keys else tuple({*LOOPBACK, host})
 
 
-def bound(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """A socket that listens there. Raises: UsageError where that cannot be had."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -184,18 +184,12 @@ class PromptProtocol(H11Protocol):
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of a server.
-
-    `name` is the model's name for clients. The server writes `rows` texts with these `options` at once, and `kinds`
-    adds rows of other options. Prefixes of prompts are cached in `reuse_bytes` of memory, and also in files of
-    `disk_bytes` in all if there is a `reuse_folder`. Requests use them as `reuse` says, unless they name a mode. With
-    `is_shown`, the page at `/` shows the caches of all requests to all who may call the server. Browsers let pages of
-    `origins` read answers. `speculate`: of requests that do not say, or the name of
-    a model that drafts.
-    """
+    """Options of a server."""
 
     name: str
+    """The model's name for clients."""
     rows: int
+    """Texts with these `options` that the server writes at once."""
     options: CacheOptions
     limits: EngineLimits = field(default_factory=EngineLimits)
     host: str = "127.0.0.1"
@@ -203,13 +197,21 @@ class ServeOptions:
     keys: tuple[str, ...] = ()
     stop_seconds: float = 10.0
     reuse_bytes: int = 0
+    """Memory for cached prefixes of prompts."""
     is_shown: bool = False
+    """True if the page at `/` shows the caches of all requests to everybody who may call the server."""
     kinds: tuple[tuple[int, CacheOptions], ...] = ()
+    """Numbers of further rows, and their options."""
     reuse_folder: Path | None = None
+    """Folder of further cached prefixes, in files (None: memory only)."""
     disk_bytes: int = 1 << 30
+    """Most bytes of these files."""
     reuse: ReuseMode = PREFIX
+    """Use of cached prefixes by requests that name no mode."""
     origins: tuple[str, ...] = ()
+    """Origins whose pages may read answers in a browser."""
     speculate: str | None = None
+    """Default for requests that set none: `lookup`, `off`, or the name of a draft model."""
 
     def __post_init__(self) -> None:
         """Raises: UsageError for an address that others can reach without a key, a malformed key or origin, rows that
@@ -227,7 +229,7 @@ class ServeOptions:
 
     @property
     def all_rows(self) -> list[tuple[int, CacheOptions]]:
-        """So many rows of each kind, those of most requests first."""
+        """The number of rows of each kind and its options, the default kind first."""
         return [(self.rows, self.options), *self.kinds]
 
     @property
@@ -251,58 +253,69 @@ class ServeOptions:
 Start = Callable[[PreTrainedModel, PreTrainedTokenizerBase, ServeOptions, Watcher], Service]
 
 
-def started_service(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher
+def start_service(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ServeOptions, watcher: Watcher
 ) -> Service:
     """The engine, which runs already."""
-    scheduler = scheduler_of(model, tokenizer, asked, watcher)
+    scheduler = scheduler_of(model, tokenizer, options, watcher)
     scheduler.start()
     return scheduler
 
 
 def scheduler_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher | None
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ServeOptions, watcher: Watcher | None
 ) -> Scheduler:
     """The engine, which is still to be started."""
-    disk = None if asked.reuse_folder is None else DiskTier(asked.reuse_folder, asked.disk_bytes, model)
-    drafts = load_drafts(asked.speculate, model, tokenizer, asked.options)
-    return Scheduler(model, tokenizer, asked.all_rows, asked.limits, asked.reuse_bytes, watcher, disk, drafts)
+    disk = None if options.reuse_folder is None else DiskTier(options.reuse_folder, options.disk_bytes, model)
+    drafts = load_drafts(options.speculate, model, tokenizer, options.options)
+    return Scheduler(
+        model,
+        tokenizer,
+        rows=options.all_rows,
+        limits=options.limits,
+        reuse_bytes=options.reuse_bytes,
+        watcher=watcher,
+        disk=disk,
+        speculate=drafts,
+    )
 
 
 def server_of(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    asked: ServeOptions,
+    options: ServeOptions,
     service: Service,
     sessions: SessionLimits | None = None,
 ) -> Server:
     """The routes of an engine that runs, with the `sessions` that it remembers (default: the usual limits)."""
-    sessions = asked.settings.sessions if sessions is None else sessions
-    words = PromptTokenizer(tokenizer, end_of_text(model), vocabulary_of(model), marks_messages=asked.reuse_bytes > 0)
-    return Server(service, words, replace(asked.settings, facts=ModelFacts.of(model), sessions=sessions))
+    sessions = options.settings.sessions if sessions is None else sessions
+    prompts = PromptTokenizer(
+        tokenizer, end_of_text(model), vocabulary_of(model), marks_messages=options.reuse_bytes > 0
+    )
+    return Server(service, prompts, replace(options.settings, facts=ModelFacts.of(model), sessions=sessions))
 
 
 def serve(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    asked: ServeOptions,
-    started: Start = started_service,
+    options: ServeOptions,
+    started: Start = start_service,
     say: Callable[[str], None] = print,
 ) -> int:
     """Serve until a signal ends it. Once clients can connect, `say` gets the address. Returns the exit code.
 
     Raises: UsageError where the address cannot be had.
     """
-    listener = bound(asked.host, asked.port)
+    listener = bind(options.host, options.port)
     with listener:
         watch = SchedulerWatcher()
-        service = started(model, tokenizer, asked, watch)
+        service = started(model, tokenizer, options, watch)
         try:
-            page = ViewApp(watch, tokenizer, service.status, asked.is_shown)
-            http = HttpServer(server_of(model, tokenizer, asked, service), page)
+            page = ViewApp(watch, tokenizer, service.status, options.is_shown)
+            http = HttpServer(server_of(model, tokenizer, options, service), page)
             limit, rows = service.status().bytes_limit, service.status().total_rows
             listener.listen()  # from here on clients can connect, and wait until the server answers
-            say(f"{address_of(asked.host, listener)}/v1 ({asked.name}, {rows} rows, {limit:,} bytes)")
+            say(f"{address_of(options.host, listener)}/v1 ({options.name}, {rows} rows, {limit:,} bytes)")
             http.run(sockets=[listener])
         finally:
             service.stop()
@@ -317,7 +330,7 @@ FAILED: Final = 1  # the exit code
 def serve_together(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    asked: ServeOptions,
+    options: ServeOptions,
     say: Callable[[str], None] = print,
 ) -> int:
     """Serve until a signal ends rank 0. All processes call this. Returns the exit code: 1 where a rank was lost.
@@ -328,36 +341,36 @@ def serve_together(
     Raises: UsageError where the address cannot be had. Also for a view, which would show the heads of one rank, and for
     memory for reuse, where a client would delete prefixes on rank 0 alone.
     """
-    if asked.is_shown:
+    if options.is_shown:
         raise UsageError("--view would show the heads of rank 0 alone. Leave it out with --tensor-parallel")
-    if asked.reuse_bytes:
+    if options.reuse_bytes:
         raise UsageError("--reuse keeps prefixes of rank 0 alone. Leave it out with --tensor-parallel")
     heads = attached(model).heads
     if heads is None or heads.ranks.is_first:
-        return _led(model, tokenizer, asked, say)
+        return _led(model, tokenizer, options, say)
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
-    scheduler = scheduler_of(model, tokenizer, asked, None)
+    scheduler = scheduler_of(model, tokenizer, options, None)
     scheduler.run()
     return FAILED if scheduler.has_failed else 0
 
 
 def _led(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, say: Callable[[str], None]
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ServeOptions, say: Callable[[str], None]
 ) -> int:
     engines: list[Scheduler] = []
     has_ended = Event()
 
     def started(
-        model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher
+        model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: ServeOptions, watcher: Watcher
     ) -> Service:
-        engines.append(scheduler_of(model, tokenizer, asked, watcher))
+        engines.append(scheduler_of(model, tokenizer, options, watcher))
         engines[0].start()
         Thread(target=_end_with, args=(engines[0], has_ended), name="windlass-ranks", daemon=True).start()
         return engines[0]
 
     try:
-        code = serve(model, tokenizer, asked, started, say)
+        code = serve(model, tokenizer, options, started, say)
     finally:
         has_ended.set()
     return FAILED if engines[0].has_failed else code

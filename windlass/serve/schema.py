@@ -146,7 +146,10 @@ Included = Literal[  # items and parts that our answers never have
 
 
 class NeutralFields(Body):
-    """Fields that change nothing of an answer, or have one value here. Clients send them to every route."""
+    """Fields that clients send to every route: without effect, or with one allowed value.
+
+    Of `reasoning_effort`, `none` has an effect. Subclasses declare some of the fields again, with more values.
+    """
 
     background: Annotated[bool, only(False)] = False
     best_of: Annotated[int, only(1)] = 1
@@ -186,7 +189,7 @@ class SamplingFields(Body):
     )
 
     def sampling(self, at: int) -> Sampling:
-        """How text number `at` of a prompt is sampled."""
+        """The sampling of text number `at` of a prompt."""
         given = self.model_dump(include={*SAMPLING})
         seed = secrets.randbelow(SEEDS) if self.seed == RANDOM else self.seed
         given |= {"seed": (seed + at) % SEEDS, "top_k": max(0, self.top_k)}
@@ -246,7 +249,7 @@ class CacheFields(Body):
 
 
 class StreamOptions(Body):
-    """How a stream is told."""
+    """Options of a stream."""
 
     include_usage: bool = False
     """End the stream with a chunk of token counts."""
@@ -458,7 +461,7 @@ class ChatRequest(TextRequest):
     tools: Annotated[list[Annotated[Tool, Discriminator(tool_kind)]], Field(max_length=128)] = []
     """Functions that the model may call."""
     tool_choice: Choice | NamedChoice = "auto"
-    """Value of `tool_choice`: which function is to be called, if any."""
+    """`none`, `auto`, `required`, or the function that must be called."""
 
     @property
     def function_tools(self) -> list[dict[str, Any]]:
@@ -545,6 +548,6 @@ class DetokenizeRequest(Body):
 
 
 class CacheQuery(Body):
-    """Which of the cached prefixes are meant (default: all)."""
+    """Selection of cached prefixes (default: all)."""
 
     name: Name | None = None

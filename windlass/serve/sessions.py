@@ -203,13 +203,13 @@ def _check_turn(messages: Sequence[Sent]) -> None:
         ALL_MESSAGES.validate_python(messages)
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
-        told = f"the turn is not kept, as its messages could not be sent again: {where}. Ask for a shorter answer"
-        raise ApiError(400, told, SESSION, "not_kept") from None
+        message = f"the turn is not kept, as its messages could not be sent again: {where}. Ask for a shorter answer"
+        raise ApiError(400, message, SESSION, "not_kept") from None
 
 
 def _unwritten(error: OSError, param: str) -> ApiError:
-    told = f"the {param} was not written: {error.strerror}. It is as it was. Free some space"
-    return ApiError(500, told, param, "not_written")
+    message = f"the {param} was not written: {error.strerror}. It is as it was. Free some space"
+    return ApiError(500, message, param, "not_written")
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class Sessions:
             return {**session.document, "messages": list(session.messages)}
 
     def delete(self, tenant: str, name: str) -> None:
-        """Raises: ApiError where there is none, and for one that answers a request."""
+        """Delete a session. Raises: ApiError where there is none, and for one that answers a request."""
         with self._lock:
             session = self._session((tenant, name))
             self._check_free((tenant, name))
@@ -375,35 +375,35 @@ class Sessions:
 
     def _session(self, key: Key) -> Session:
         if key not in self._held:
-            told = f"there is no session {key[1]!r} of this key and user. GET /v1/sessions lists them"
-            raise ApiError(404, told, SESSION, "session_not_found")
+            message = f"there is no session {key[1]!r} of this key and user. GET /v1/sessions lists them"
+            raise ApiError(404, message, SESSION, "session_not_found")
         return self._held[key]
 
     def _check_free(self, key: Key) -> None:
         if key in self._busy:
-            told = f"the session {key[1]!r} answers another request. Wait for its end, or branch the session"
-            raise ApiError(409, told, SESSION, "session_busy")
+            message = f"the session {key[1]!r} answers another request. Wait for its end, or branch the session"
+            raise ApiError(409, message, SESSION, "session_busy")
 
     def _check_new(self, key: Key) -> None:
         if key in self._held or key in self._busy:
-            told = f"there is a session {key[1]!r} already. Delete it, or choose another name"
-            raise ApiError(409, told, "name", "session_exists")
+            message = f"there is a session {key[1]!r} already. Delete it, or choose another name"
+            raise ApiError(409, message, "name", "session_exists")
         if not self._limits.sessions:
-            told = "session: this server is one of several, and remembers none. Start it without --replicas"
-            raise ApiError(400, told, SESSION, "session_limit")
+            message = "session: this server is one of several, and remembers none. Start it without --replicas"
+            raise ApiError(400, message, SESSION, "session_limit")
         own = {each for each in {*self._held, *self._busy} if owner_of(each[0]) == owner_of(key[0])}
         if len(own) >= self._limits.sessions:
             most = self._limits.sessions
-            told = f"session: this API key has {len(own)} sessions, and may have {most}. Delete one of them"
-            raise ApiError(400, told, SESSION, "session_limit")
+            message = f"session: this API key has {len(own)} sessions, and may have {most}. Delete one of them"
+            raise ApiError(400, message, SESSION, "session_limit")
 
     def _check_bytes(self, data: bytes) -> None:
         held, most = sum(each.log.bytes for each in self._held.values()), self._limits.bytes
         if held + len(data) > most:
-            told = (
+            message = (
                 f"session: all sessions hold {held:,} bytes, {len(data):,} come, and {most:,} are the most. Delete one"
             )
-            raise ApiError(400, told, SESSION, "session_limit")
+            raise ApiError(400, message, SESSION, "session_limit")
 
 
 def _check_count(session: Session, count: int) -> None:
@@ -474,8 +474,8 @@ class Responses:
         document = None if response is None or response.tenant != tenant else response.document
         found = [each for each in document["output"] if each["id"] == number] if document is not None else []
         if not found:
-            told = f"Item with id {short(number)!r} not found. Send the item itself in the input"
-            raise ApiError(404, told, "input", "item_not_found")
+            message = f"Item with id {short(number)!r} not found. Send the item itself in the input"
+            raise ApiError(404, message, "input", "item_not_found")
         return dict(found[0])
 
     def delete(self, tenant: str, number: str) -> None:
@@ -539,8 +539,8 @@ class Responses:
     def _response(self, tenant: str, number: str, param: str) -> StoredResponse:
         response = self._held.get(number)
         if response is None or response.tenant != tenant or response.document is None:
-            told = f"Response with id {number!r} not found. Send the whole conversation as input"
-            raise ApiError(404, told, param, "response_not_found")
+            message = f"Response with id {number!r} not found. Send the whole conversation as input"
+            raise ApiError(404, message, param, "response_not_found")
         return response
 
     def _make_room(self, size: int, wanted: str) -> None:
@@ -554,8 +554,8 @@ class Responses:
                 self._drop(name)
         held = sum(each.log.bytes for each in self._trees.values())
         if held + size > limits.bytes or len(self._held) >= limits.responses:
-            told = f"store: a conversation may hold {limits.bytes:,} bytes and {limits.responses:,} responses here. "
-            raise ApiError(400, f"{told}Begin another one, or send store: false", "store", "store_limit")
+            message = f"store: a conversation may hold {limits.bytes:,} bytes and {limits.responses:,} responses here. "
+            raise ApiError(400, f"{message}Begin another one, or send store: false", "store", "store_limit")
 
     def _drop(self, tree: str) -> None:
         for each in self._trees[tree].ids:

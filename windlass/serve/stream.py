@@ -1,4 +1,4 @@
-"""Answers that take their time: written whole or as a stream, and given up once the client has gone."""
+"""Whole and streamed answers, cancelled when the client disconnects."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
@@ -24,6 +24,7 @@ from windlass.engine.scheduler import Service
 from windlass.serve.chat import AnswerDocuments, PartialText
 from windlass.serve.errors import ApiError, comment, of_death, of_failure, of_queue, of_usage, stopping
 from windlass.serve.metrics import Metrics
+from windlass.view.server import disconnected
 
 LOOK_SECONDS = 1.0  # between two checks of the engine
 
@@ -123,7 +124,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Outcome]) -> O
 
     Raises: ClientGone then.
     """
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    task, gone = asyncio.create_task(work), asyncio.create_task(disconnected(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -138,11 +139,6 @@ async def _ended(task: "asyncio.Task[Any]") -> None:
     while not task.done():
         task.cancel()
         await asyncio.wait({task}, timeout=CANCEL_SECONDS)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class AnswerStream:

@@ -125,13 +125,11 @@ class Store(ABC):
 
     def packed_keys(self) -> PackedStates:
         """All keys as kernels read them. The default decodes them first."""
-        keys = self.keys()
-        return PackedStates(keys)
+        return PackedStates(self.keys())
 
     def packed_values(self) -> PackedStates:
         """All values as kernels read them. The default decodes them first."""
-        values = self.values()
-        return PackedStates(values)
+        return PackedStates(self.values())
 
     def packed(self) -> tuple[PackedStates, PackedStates]:
         """All keys and all values as kernels read them."""

@@ -338,7 +338,7 @@ class ViewApp:
 
         viewer = self._watch.attach(int(asked) if asked else None, notify)
         self._viewers += 1
-        gone = asyncio.create_task(_gone(receive))
+        gone = asyncio.create_task(disconnected(receive))
         try:
             await _start(send, 200, FRAMES_TYPE)
             await self._sent(viewer, changed, gone, send)
@@ -385,7 +385,8 @@ class _Texts:
         return start + frame
 
 
-async def _gone(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Return once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

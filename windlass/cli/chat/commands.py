@@ -55,7 +55,7 @@ class ChatCommands:
     def obey(self, name: str, text: str) -> int:
         """Run a command. Returns an exit code where its reply was interrupted. An unknown one is reported.
 
-        Raises: WindlassError when it cannot be done, and Ended at the end of the chat.
+        Raises: WindlassError when it cannot be done, EndOfChat at the end of the chat.
         """
         command = COMMANDS.get(SYNONYMS.get(name, name))
         if command is None:

@@ -114,7 +114,7 @@ class Conversation:
             if self.start:
                 raise UsageError("a system text stands at the start, and this conversation continues a prompt cache")
             first = [*templates.of_system(system), templates.message("user", "?")]
-            if system.strip() not in templates.opening(self._tokenizer, first):
+            if system.strip() not in templates.first_prompt(self._tokenizer, first):
                 raise UsageError("this model's chat template leaves the system text out. Put it in a message")
         before, self.system = self.system, system
         try:
@@ -141,16 +141,16 @@ class Conversation:
             messages += [templates.message("user", turn.line), templates.message("assistant", turn.reply)]
         messages.append(templates.message("user", line))
         if earlier:
-            return templates.following(self._tokenizer, messages, earlier[-1].ended_with)
+            return templates.next_prompt(self._tokenizer, messages, earlier[-1].ended_with)
         if not self.start:
-            return templates.opening(self._tokenizer, messages)
-        standing, ended_with = templates.standing(self._tokenizer, self.start)
-        if standing == "user":  # the start is a text that this message ends
-            return templates.rest(self._tokenizer, line)
-        if standing == "reply":
+            return templates.first_prompt(self._tokenizer, messages)
+        end, ended_with = templates.text_end(self._tokenizer, self.start)
+        if end == "user":  # the start is a text that this message ends
+            return templates.user_end(self._tokenizer, line)
+        if end == "reply":
             before = [templates.message("user", ""), templates.message("assistant", "")]
-            return templates.following(self._tokenizer, [*before, *messages], ended_with)
-        return templates.opening(self._tokenizer, messages)
+            return templates.next_prompt(self._tokenizer, [*before, *messages], ended_with)
+        return templates.first_prompt(self._tokenizer, messages)
 
     def encode_again(self) -> None:
         """Make the ids of all prompts anew. Replies keep their ids.
@@ -330,7 +330,7 @@ class Journal:
         self._write(begun + line)
 
     def close(self) -> None:
-        """The conversation has ended as it should: it becomes the last one, which `/resume` still finds."""
+        """End the journal. Its file becomes the last conversation, which `/resume` finds."""
         if self._file is None:
             return
         with suppress(OSError):

@@ -130,11 +130,11 @@ class Dialogue:
                     self.session.tokenizer,
                     text,
                     self.cache,
-                    self.max_tokens,
-                    self.sampling,
-                    self._stop,
-                    bar,
-                    self._speculate,
+                    max_tokens=self.max_tokens,
+                    sampling=self.sampling,
+                    stop=self._stop,
+                    progress=bar,
+                    speculate=self._speculate,
                 )
                 code = write(stream, is_shown=True) if self._show is None else self._show(stream)
         except BaseException:
@@ -188,7 +188,7 @@ class Dialogue:
         return 0 if line is None else self.answer(line)
 
     def edit(self, message: int, text: str) -> str:
-        """Replace the text of a message, and move what follows it. Returns a report.
+        """Replace the text of a message, and move the tokens behind it. Returns a report.
 
         Raises: UsageError, and changes nothing, for a message that is not there, or a chat template that fails.
         """
@@ -341,7 +341,7 @@ class Dialogue:
         return told if self.latest is None else f"{told}, {per_s(self.latest.decode_tokens_per_s)}"
 
     def _rolled_back(self, wanted: list[int]) -> bool:
-        """Take the end of the text in the cache back, with what it has evicted. Returns False where nothing can."""
+        """Roll the end of the cached text back, with its evictions. Returns False where nothing can."""
         with suppress(UsageError):  # more than the cache can roll back
             self.cache.rollback(len(self._held()) - len(wanted))
             return True

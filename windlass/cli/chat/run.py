@@ -24,7 +24,7 @@ from windlass.cli.chat.conversation import Journal, Origin
 from windlass.cli.chat.dialogue import Dialogue, cache_beside
 from windlass.cli.options import ChatArguments
 from windlass.cli.session import PromptInput, Session
-from windlass.cli.terminal import INTERRUPTED, note, say, unechoed
+from windlass.cli.terminal import INTERRUPTED, hide_keys, note, say
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.files import BYTE_ORDER_MARK
 from windlass.engine.generate import Stream
@@ -58,7 +58,7 @@ def chat(session: Session, asked: PromptInput, arguments: ChatArguments) -> int:
     if arguments.conversation is not None:
         saved = conversation.read(arguments.conversation)
         dialogue.check_own(saved, arguments.conversation)
-        with unechoed():
+        with hide_keys():
             note(dialogue.take(saved, session.cache, arguments.conversation))
     if not dialogue.conversation.has_template:
         note("windlass: note: this model has no chat template: it continues your text and does not answer")
@@ -109,7 +109,7 @@ def at_terminal(dialogue: Dialogue, folder: Path | None) -> int:
         try:
             if line is None:
                 return 0
-            with unechoed():
+            with hide_keys():
                 _do(dialogue, line)
         except EndOfChat:
             return 0

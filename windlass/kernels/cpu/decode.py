@@ -81,7 +81,7 @@ class Decode:
         # The compiled module holds these addresses, and those of the recall store.
         self._kept = *means, slots.keys.ring_index, slots.values.ring_index
         self._recall = (
-            None if recall is None else (recall.turn, recall.pieces[0].keys.states.means, recall.last_recalled)
+            None if recall is None else (recall.cos_sin, recall.pieces[0].keys.states.means, recall.last_recalled)
         )
         self.native = _native.Decode(
             (batch, heads, kv_heads, slots.score_heads, 1, held),
@@ -179,8 +179,8 @@ def _recall(store: RecallSlots) -> "_native.RecallArguments":
         for piece in store.pieces
     ]
     turn = 0, 0, 0
-    if store.turn is not None:
-        cos, sin = store.turn
+    if store.cos_sin is not None:
+        cos, sin = store.cos_sin
         turn = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
     positions = store.positions.data_ptr(), store.positions.shape[1], store.last_recalled.data_ptr()
     return (
