@@ -1,14 +1,17 @@
 """Fields that cannot be honoured are refused by name, in OpenAI's shape, and nothing reaches the engine."""
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.helpers.serving import NAME, RawClient, ScriptedService, Served, ask, chat, complete, says, serving
-from windlass.engine.request import EngineLimits
+from windlass.engine.request import EngineLimits, Failure, Ticket
 from windlass.serve.errors import RequestLimits
+from windlass.serve.prompts import PromptTokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMITS = RequestLimits(characters=5000, texts=6)
@@ -269,3 +272,30 @@ def test_a_time_limit_reaches_the_engine(served: Served) -> None:
         for fields, seconds in (({"max_seconds": 12.5}, 12.5), ({"max_seconds": 50}, 50.0), ({}, None)):
             assert ask(served.port, path, document(**fields)).status == 200
             assert served.service.requests[-1].seconds == seconds
+
+
+def test_a_time_limit_counts_from_before_the_prompt_is_tokenized(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is told when a request came, not when its tokens were there."""
+    begun = list[float]()
+    encoded, chat_of = PromptTokenizer.encoded, PromptTokenizer.chat
+
+    def slowly(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def tokenized(*args: Any, **kwargs: Any) -> Any:
+            begun.append(time.monotonic())
+            time.sleep(0.01)
+            return plain(*args, **kwargs)
+
+        return tokenized
+
+    monkeypatch.setattr(PromptTokenizer, "encoded", slowly(encoded))
+    monkeypatch.setattr(PromptTokenizer, "chat", slowly(chat_of))
+    for path, document in ((CHAT, chat), (COMPLETIONS, complete)):
+        begun.clear()
+        assert ask(served.port, path, document()).status == 200
+        request = served.service.requests[-1]
+        assert request.arrived <= begun[0]
+        assert Ticket(1, replace(request, seconds=0.005)).late(None) == Failure(
+            "the request took longer than 0.005 seconds", is_ours=False
+        )

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.serving import NAME, VOCABULARY, ScriptedService, Served, ask, chat, serving, usage, words
+from windlass.core.errors import UsageError
 from windlass.engine.request import Event, Finish, Grammar, Piece, Request
 from windlass.engine.text import TextStream
 from windlass.serve.errors import BadField
@@ -234,6 +235,9 @@ for _ in range(33):
         ({"type": "string", "pattern": "(" * 200 + "a{100}" + "){100}" * 200}, "cannot be honoured"),
         ({"enum": ["x" * 10_001]}, "at most 10000 bytes"),
         (NESTED, "nested at most 32 deep"),
+        ({"const": "<|eos|>"}, r"forces '<\|eos\|>', the text of a special token"),
+        ({"anyOf": [{"enum": [1, {"a": ["b <|pad|>"]}]}]}, r"forces '<\|pad\|>'"),
+        ({"properties": {"x": {"properties": {"<|bos|>": {}}}}}, r"forces '<\|bos\|>'"),
     ],
 )
 def test_a_schema_that_cannot_be_honoured(schema: Any, problem: str) -> None:
@@ -241,3 +245,16 @@ def test_a_schema_that_cannot_be_honoured(schema: Any, problem: str) -> None:
         Grammars(words(), 10_000, 32).of("response_format", schema, 1)
     assert (caught.value.status, caught.value.param) == (400, "response_format")
     assert len(caught.value.message) < 300
+
+
+def written_first(grammar: Grammar, tokens: int) -> None:
+    """Write the first token that is allowed, so many times."""
+    for _ in range(tokens):
+        grammar.accept(int(grammar.allowed().nonzero()[0, 0]))
+
+
+def test_a_grammar_without_a_token_says_so() -> None:
+    """A pattern may force a special token's text too. The error is then llguidance's own."""
+    [grammar] = Grammars(words(), 10_000, 32).of("x", {"type": "string", "pattern": "^<[|]eos[|]>$"}, 1)
+    with pytest.raises(UsageError, match=r"allows no further token: .*<"):
+        written_first(grammar, 20)

@@ -1,6 +1,6 @@
 """Stored responses, as OpenAI's own client has them: each is a point to go on from."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +193,28 @@ def test_an_item_may_stand_for_itself(served: Served, client: openai.OpenAI) -> 
             client.responses.create(model=NAME, input=unknown)
     with pytest.raises(openai.NotFoundError, match="not found"):
         client.responses.create(model=NAME, input=reference, user="bob")
+
+
+LOST: dict[str, Callable[[list[bytes]], list[bytes]]] = {
+    "the first response": lambda lines: [lines[0], *lines[2:]],
+    "a deletion of another": lambda lines: [*lines, b'{"id": "resp_gone"}\n'],
+    "one twice": lambda lines: [*lines, lines[1]],
+    "a circle": lambda lines: [lines[0], lines[1].replace(b'"previous":null', b'"previous":"resp_b"'), *lines[2:]],
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_a_log_of_responses_that_lacks_a_line_is_told_and_kept(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given: dict[str, Any] = {"folder": tmp_path, "salt": b"s" * 32}
+    with serving(ScriptedService(says("It is late.")), **given) as server:
+        first = respond(server.port)["id"]
+        second = respond(server.port, previous_response_id=first)["id"]
+    [path] = tmp_path.iterdir()
+    content = b"".join(LOST[name](path.read_bytes().splitlines(keepends=True)))
+    path.write_bytes(content)
+    with serving(ScriptedService(says("It is late.")), **given) as server:
+        assert ask(server.port, PATH, {"input": "x", "previous_response_id": second}).status == 404
+    assert path.with_suffix(".damaged").read_bytes() == content
+    assert "was renamed to .damaged" in caplog.text

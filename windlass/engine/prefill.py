@@ -194,7 +194,7 @@ class PromptReader(ABC):
         self.recomputed = 0
         """Number of tokens of parts, or behind an edit, that were read again in their place."""
         self.moved = 0
-        """Number of cached tokens that were read behind another text."""
+        """Number of cached tokens behind the first edit of their row, as not all were read behind the same text."""
         self.exact_tokens: int | None = None
         """Number of first tokens that were read behind the very tokens before them (None: all)."""
         self.is_whole = False
@@ -255,6 +255,8 @@ class Reader(PromptReader):
         self._gaps: Iterator[Step] = iter(())
         if edited is not None:
             self._begin_edited(edited)
+        if self.exact_tokens is not None:
+            self.moved = max(self.cached - self.exact_tokens, 0)
         self._known_logits = kept.logits if kept is not None and self.done == len(request.prompt) else None
         self.is_whole = is_whole
         self.cache.keep_room(True)  # a short last chunk moves nothing
@@ -270,7 +272,7 @@ class Reader(PromptReader):
 
     def _begin_edited(self, edited: EditedRow) -> None:
         """Take a row over whose text has gaps."""
-        self.moved, self.recomputed = edited.moved, edited.again
+        self.recomputed = edited.again
         self.cached = self.done = len(edited.entry.tokens) - len(edited.gaps)
         if self.cache.budget is None:
             pack(self.cache)  # dropped tokens have left slots

@@ -214,7 +214,7 @@ class Snapshots:
             logits_end=None,
             exact_tokens=exact,
         )
-        return EditedRow(entry, gaps, plan.cached - plan.head, plan.again)
+        return EditedRow(entry, gaps, plan.again)
 
     def wanted(self, request: Request) -> frozenset[int]:
         """Lengths of this prompt's prefixes that are to be cached: up to the end of a message, up to the last pass, and

@@ -187,12 +187,11 @@ class CacheEntry(PrefixText):
 class EditedRow:
     """A row whose tokens were moved to where a prompt has them. `gaps`: positions whose tokens are still to be read.
 
-    `moved`: tokens behind the first edit. `again`: tokens that it had, and that are read again.
+    `again`: tokens that it had, and that are read again.
     """
 
     entry: CacheEntry
     gaps: tuple[int, ...]
-    moved: int
     again: int
 
 

@@ -331,13 +331,16 @@ class EditPlan:
 
         `window`: tokens behind each edit to be read again.
         """
-        found, again = list[Match](), 0
-        for run in (part for each in runs for part in sinks.parts(each)):
+        found = list[Match]()
+        parts = [part for each in runs for part in sinks.parts(each)]
+        again = sum(each.size for each in runs) - sum(part.size for part in parts)
+        for run in parts:
             is_edit = run.new > 0 or run.old > 0
             begin = min(window * is_edit, run.size)
             kept = run.cut(begin, max(run.new + run.size - tokens + 1, 0))
-            again += begin
-            if kept.size >= (LEAST if is_edit else 1):
+            is_taken = kept.size >= (LEAST if is_edit else 1)
+            again += begin if is_taken else begin + kept.size
+            if is_taken:
                 found.append(kept)
         return cls(tuple(found), again)
 

@@ -119,7 +119,9 @@ class Request:
     tenant: str = ""
     """Only requests of the same tenant share cached prefixes. Its text up to the first `/` names the owner."""
     seconds: float | None = None
-    """Timeout, the wait for a row included (None: the engine's limit)."""
+    """Timeout, from `arrived` on (None: the engine's limit)."""
+    arrived: float | None = None
+    """Value of `time.monotonic` when it came, before its prompt was tokenized (None: when it is submitted)."""
     reuse: Reuse = Reuse()
     parts: PromptParts | None = None
     """Parts of the prompt that are joined, not read in order (None: no parts)."""
@@ -171,7 +173,7 @@ def owner_of(tenant: str) -> str:
 class Usage:
     """Usage of a request. `seen`: tokens of prompt and text that the cache has read. `kept`: the most of them that a
     layer holds. `evicted`: the others. `recalled`: evicted tokens that each step may read. `cached`: tokens of the
-    prompt that were not read for this request. `moved`: those of them that were read behind another text. `recomputed`:
+    prompt that were not read for this request. `moved`: those of them behind the first edit of the row. `recomputed`:
     tokens of its parts, or behind an edit, that were read again in their place. `bytes` are those of its row."""
 
     prompt: int
@@ -250,7 +252,8 @@ class Ticket:
     """
 
     def __init__(self, number: int, request: Request, notify: Callable[[], None] | None = None) -> None:
-        self.number, self.request, self._arrived = number, request, monotonic()
+        self.number, self.request = number, request
+        self._arrived = monotonic() if request.arrived is None else request.arrived
         self._notify, self._events = notify, deque[tuple[float, Event]]()
         self._changed = Condition()
         self._is_over = False

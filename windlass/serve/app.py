@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from time import monotonic
 from typing import Annotated, Any, Final, TypeVar
 
 from anyio import CapacityLimiter, to_thread
@@ -95,7 +96,7 @@ class Server:
             turn = await self._in_thread(partial(self._sessions.begin, caller(http, body.user), body.session))
         with turn.closed_by_errors():
             given = [*turn.history, *messages]
-            asked = await self._in_thread(partial(self._built_chat, body, "messages", given, http.scope[TENANT]))
+            asked = await self._chat_requests(http, body, "messages", given)
             texts = [self._partial(body, asked) for _ in asked.requests]
             form = ChatDocuments(self._head(asked, body.left_out))
             return await self._answer(http, asked, form, texts, turn, messages)
@@ -103,7 +104,7 @@ class Server:
     async def complete(self, http: HttpRequest, body: CompletionRequest) -> Response:
         """Go on with a text."""
         self._check_model(body.model)
-        asked = await self._in_thread(partial(self._built_completion, body, http.scope[TENANT]))
+        asked = await self._in_thread(partial(self._built_completion, body, http.scope[TENANT], monotonic()))
         texts = await self._in_thread(partial(self._echoing, body, asked))
         return await self._answer(http, asked, CompletionDocuments(self._head(asked)), texts)
 
@@ -115,7 +116,7 @@ class Server:
         messages, chat = await self._in_thread(lambda: (body.messages(stored), body.as_chat()))
         turn = await self._in_thread(partial(self._responses.begin, tenant, previous))
         given = [*body.system, *turn.history, *messages]
-        asked = await self._in_thread(partial(self._built_chat, chat, "input", given, http.scope[TENANT]))
+        asked = await self._chat_requests(http, chat, "input", given)
         is_stored = body.store is not False and self._responses.is_on
         form = ResponseDocuments(self._head(asked, body.left_out), body, is_stored)
         texts = [self._partial(chat, asked)]
@@ -167,7 +168,7 @@ class Server:
         """Answer a conversation as Anthropic's Messages API does."""
         self._check_model(body.model)
         messages, chat = await self._in_thread(lambda: (body.as_messages(), body.as_chat()))
-        asked = await self._in_thread(partial(self._built_chat, chat, "messages", messages, http.scope[TENANT]))
+        asked = await self._chat_requests(http, chat, "messages", messages)
         form = MessageDocuments(self._head(asked, body.left_out), len(asked.requests[0].prompt))
         return await self._answer(http, asked, form, [self._partial(chat, asked)])
 
@@ -262,10 +263,16 @@ class Server:
         if not self.service.status().is_alive:
             raise ApiError(503, "the engine has stopped. Restart the server", None, "engine_dead")
 
-    def _built_chat(
-        self, body: ChatRequest, field: str, messages: list[dict[str, Any]], tenant: str
+    async def _chat_requests(
+        self, http: HttpRequest, body: ChatRequest, field: str, messages: list[dict[str, Any]]
     ) -> GenerationRequest:
         """Return the requests of a chat. `field` names the field that its messages came in."""
+        tenant, arrived = http.scope[TENANT], monotonic()
+        return await self._in_thread(partial(self._built_chat, body, field, messages, tenant, arrived))
+
+    def _built_chat(
+        self, body: ChatRequest, field: str, messages: list[dict[str, Any]], tenant: str, arrived: float
+    ) -> GenerationRequest:
         check_conversation(field, messages, self.settings.request.characters)
         tools, choice = body.function_tools, body.choice
         is_demanded = choice not in ("none", "auto")
@@ -281,7 +288,7 @@ class Server:
         elif body.response_format.type == "json_object":
             schema = {"type": "object"}
             grammars = self._grammars.of_answer("response_format", schema, body.n, prompt.form.calls, body.callable)
-        return self._builder.built(body, [prompt], grammars, self.service.limits.max_tokens, tenant)
+        return self._builder.built(body, [prompt], grammars, self.service.limits.max_tokens, tenant, arrived)
 
     def _prompt(self, body: ChatRequest, messages: list[dict[str, Any]]) -> Prompt:
         variables = body.chat_template_kwargs
@@ -294,7 +301,7 @@ class Server:
         hidden = [*self.tokenizer.marks(asked.form.marks(bool(body.callable)))]
         return PartialText(reader_of(asked.form, body.callable, asked.has_begun_thought, hidden))
 
-    def _built_completion(self, body: CompletionRequest, tenant: str) -> GenerationRequest:
+    def _built_completion(self, body: CompletionRequest, tenant: str, arrived: float) -> GenerationRequest:
         chunks = [Chunk(each) for each in body.chunks.texts] if body.chunks is not None else []
         size = sum(map(len, body.prompts)) + sum(len(chunk.text) for chunk in chunks) + len(body.suffix)
         if size > self.settings.request.characters:
@@ -307,7 +314,7 @@ class Server:
             prompts = [Prompt(self.tokenizer.around(tuple(each.ids), body.suffix)) for each in prompts]
         if chunks:
             prompts = [self.tokenizer.behind(chunks, each) for each in prompts]
-        return self._builder.built(body, prompts, (), LEGACY_MAX_TOKENS, tenant)
+        return self._builder.built(body, prompts, (), LEGACY_MAX_TOKENS, tenant, arrived)
 
     def _echoing(self, body: CompletionRequest, asked: GenerationRequest) -> list[PartialText]:
         """Return the readers of completions, which begin with their prompts where `echo` asks for them."""

@@ -45,7 +45,8 @@ class JsonGrammar(Grammar):
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise UsageError("the grammar of this request became too complex. Give a simpler schema")
+            problem = _gist(self._matcher.get_error())
+            raise UsageError(f"the grammar of this request allows no further token: {problem}. Give a simpler schema")
 
 
 class Grammars:
@@ -104,6 +105,10 @@ class Grammars:
             raise BadField(name, f"must have at most {self._most_bytes} bytes, got {size}")
         if _depth(schema) > self._most_depth:
             raise BadField(name, f"must be nested at most {self._most_depth} deep")
+        for text in _forced(schema):
+            if mark := next(iter(self._tokenizer.marks(text)), None):
+                message = f"forces {shown(mark)}, the text of a special token, which no grammar spells. Leave it out"
+                raise BadField(name, message, "invalid_schema")
 
     def _compiled(self, name: str, source: str) -> LLMatcher:
         # Limits of a schema's cost. A schema above them is refused.
@@ -208,6 +213,20 @@ def literal(text: str, marks: Mapping[str, int]) -> str:
 
 def _json_rule(schema: Schema) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': FORM})}"
+
+
+def _forced(schema: Any) -> Iterator[str]:
+    """The texts that a schema may force: constants, and names of properties."""
+    if isinstance(schema, Mapping):
+        for key, value in schema.items():
+            if key in ("const", "enum"):
+                yield json.dumps(value, ensure_ascii=False)
+            elif key == "properties" and isinstance(value, Mapping):
+                yield from map(str, value)
+            yield from _forced(value)
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from _forced(each)
 
 
 def _depth(value: Any) -> int:

@@ -137,6 +137,7 @@ class RequestBuilder:
         grammars: Sequence[Grammar],
         default_tokens: int,
         owner: str,
+        arrived: float,
     ) -> GenerationRequest:
         """Return a request for each text of each prompt. `grammars` has one for each text, or none.
 
@@ -173,6 +174,7 @@ class RequestBuilder:
                 grammar=grammars[at] if grammars else None,
                 tenant=tenant_of(owner, body.user),
                 seconds=max_seconds_of(body, self.service.limits.seconds),
+                arrived=arrived,
                 reuse=Reuse(
                     lookup=body.cache.lookup,
                     store=body.cache.store,

@@ -81,7 +81,7 @@ class SessionLine(Body):
     """A turn, or a rewind to the first messages."""
 
     messages: Annotated[list[Message], Field(default_factory=list)]
-    rewind: int | None = None
+    rewind: Annotated[int, Field(ge=0)] | None = None
 
 
 class ResponseLine(Body):
@@ -181,20 +181,26 @@ def _encoded(*lines: Any) -> bytes:
     return b"".join(to_json(each) + b"\n" for each in lines)
 
 
-def _read_logs(folder: Path | None, kind: str, line: type[Line]) -> Iterator[tuple[Log, Head, list[Line], list[Any]]]:
+def _read_logs(
+    folder: Path | None, kind: str, line: type[Line], check: Callable[[list[Line]], None] | None = None
+) -> Iterator[tuple[Log, Head, list[Line], list[Any]]]:
     """The logs of a kind, the one used last at the end: each with its head, and its lines as models and as they are.
 
-    A damaged log is told, and gets another name.
+    A damaged log, for whose lines `check` may raise DamagedLog, is told, and gets another name.
     """
     if folder is None:
         return
     for path in sorted(folder.glob(f"{kind}-*{SUFFIX}"), key=lambda each: each.stat().st_mtime_ns):
         try:
-            log, (head, *rest) = Log.read(path)
-            yield log, Head.model_validate(head), [line.model_validate(each) for each in rest], rest
+            log, (first, *rest) = Log.read(path)
+            head, lines = Head.model_validate(first), [line.model_validate(each) for each in rest]
+            if check is not None:
+                check(lines)
         except (DamagedLog, ValidationError, ValueError) as error:
             LOG.warning("%s is damaged, and was renamed to %s: %s", path.name, DAMAGED, type(error).__name__)
             path.rename(path.with_suffix(DAMAGED))
+        else:
+            yield log, head, lines, rest
 
 
 def _check_turn(messages: Sequence[Sent]) -> None:
@@ -441,13 +447,23 @@ class Responses:
         self._folder, self._limits, self._lock = folder, limits, RLock()
         self._held: dict[str, StoredResponse] = {}
         self._trees: dict[str, ResponseTree] = {}  # least recently used first
-        for log, head, lines, raw in _read_logs(folder, RESPONSES, ResponseLine):
+        for log, head, lines, raw in _read_logs(folder, RESPONSES, ResponseLine, self._check_lines):
             self._trees[head.name] = ResponseTree(log)
             for line, as_read in zip(lines, raw, strict=True):
                 if line.document is None:
                     self._held[line.id].document = None
                 else:
                     self._note(head.tenant, head.name, as_read)
+
+    def _check_lines(self, lines: Sequence[ResponseLine]) -> None:
+        """Raises: DamagedLog for a response that is there already, and for a line about one that no line before has."""
+        known = set[str]()
+        for line in lines:
+            is_new = line.document is not None
+            named = line.previous if is_new else line.id
+            if (is_new and line.id in (self._held.keys() | known)) or (named is not None and named not in known):
+                raise DamagedLog
+            known.add(line.id)
 
     @property
     def is_on(self) -> bool:
@@ -522,7 +538,7 @@ class Responses:
             self._note(tenant, name, line)
 
     def _note(self, tenant: str, tree: str, line: dict[str, Any]) -> None:
-        response = StoredResponse(tenant, tree, line.get("previous"), list(line["messages"]), line["document"])
+        response = StoredResponse(tenant, tree, line.get("previous"), list(line.get("messages", [])), line["document"])
         self._held[line["id"]] = response
         self._trees[tree].ids.append(line["id"])
 
