@@ -159,6 +159,7 @@ def test_a_damaged_file_is_told_and_deleted(
     assert miss.logits is not None
     assert again.logits.equal(miss.logits)
     assert "is not used, and was deleted" in caplog.text
+    assert "Make it again" not in caplog.text
 
 
 @pytest.mark.parametrize("other", ["model", "options", "text", "tenant"])

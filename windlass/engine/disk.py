@@ -28,6 +28,7 @@ from windlass.engine.prefix_entry import CacheEntry, CacheKey, EntryInfo, EntryS
 from windlass.engine.request import Request, owner_of
 from windlass.hf import prompt_cache
 from windlass.hf.kv_cache import KVCache
+from windlass.hf.prompt_cache_format import AGAIN
 from windlass.hf.weights import fingerprint
 
 LOG: Final = logging.getLogger("windlass.engine")
@@ -347,7 +348,8 @@ class DiskTier:
             if cache.tokens != [list(file.tokens)] or its != ours:
                 raise PromptCacheError(f"{path} holds another text, or has other options than its name says")
         except WindlassError as error:
-            LOG.warning("a cache on disk is not used, and was deleted: %s", error)
+            problem = str(error).removesuffix(f" {AGAIN}")  # requests make it again by themselves
+            LOG.warning("a cache on disk is not used, and was deleted: %s", problem)
             with self._changed:
                 self._delete(file)
             return None
