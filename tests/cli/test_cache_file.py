@@ -159,12 +159,12 @@ def test_what_was_read_before_an_interrupt_is_kept_and_gone_on_from(
     saved(run, whole, PROMPT, "--chunk", "4")
     if has_older:
         file.write_bytes(b"old")
-    part = Path(f"{file}.part") if has_older else file
+    part = Path(f"{file}.part")
     command = ("cache", MODEL, PROMPT, "--prompt-cache", str(file), *LIMITS, "--chunk", "4")
     assert f"{part} holds the first 8 of 18 tokens. The same command continues" in interrupted(3, *command).err
     assert json.loads(run("cache", str(part), "info", "--json").out)["tokens_seen"] == 8
     assert f"{part} holds the first 12 of 18 tokens. The same command continues" in interrupted(2, *command).err
-    assert not has_older or file.read_bytes() == b"old"
+    assert file.read_bytes() == b"old" if has_older else not file.exists()
     ran = run(*command)
     assert ran.code == 0
     assert f"{part} holds the first 12 of 18 tokens. Continuing from there" in ran.err

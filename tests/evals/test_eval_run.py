@@ -17,6 +17,8 @@ import windlass
 from tests.helpers import cli
 from tests.helpers.cli import Ran, assert_refused
 from tests.helpers.models import MODEL
+from windlass.cache.shares import Shares
+from windlass.cache.shares import write as write_shares
 from windlass.core.errors import UsageError
 from windlass.engine import generate
 from windlass.engine.text import encode
@@ -27,7 +29,7 @@ from windlass.evals.run import STRIDE, Runner, answered, cache_of, predicted
 from windlass.evals.tasks import NAMES
 from windlass.evals.tasks.hidden import PassKey
 from windlass.evals.tasks.niah import ABOVE, Multiturn, Needles
-from windlass.evals.texts import NOVEL
+from windlass.evals.texts import NOVEL, novel
 
 run, model, tokenizer = cli.run, cli.model, cli.tokenizer  # fixtures
 QUICK = ("--dtype", "float32", "--lengths", "200")
@@ -312,3 +314,46 @@ def test_another_seed_is_refused(run: Callable[..., Ran], output: Path):
     assert_refused(run(*given, "--seed", "1"), f"-o {output} was made with seed 0, and this run has 1. Give another")
     assert output.read_bytes() == before
     assert_refused(run("eval", MODEL), "Missing option")
+
+
+POLICY = """
+from dataclasses import dataclass
+from windlass.policies import KeyDiff, Recent
+
+@dataclass(frozen=True)
+class Mine({}):
+    '''As the class above. Source: none. Differs: nothing.'''
+"""
+
+
+@pytest.mark.parametrize("name", ["task", "task at a depth", "policy", "shares"])
+def test_a_file_that_changed_is_not_gone_on_with(
+    name: str, run: Callable[..., Ran], output: Path, tmp_path: Path
+) -> None:
+    """A text, code or shares under the same name, under which the results of both would be mixed."""
+    text, code, shares = (tmp_path / each for each in ("text.txt", "mine.py", "shares.json"))
+
+    def share(first: float) -> None:
+        layers = [[first, 2 - first]] * 4
+        write_shares(Shares(layers, model="LlamaForCausalLM"), shares)
+
+    novels = novel()
+    text.write_text(novels[:20_000])
+    code.write_text(POLICY.format("Recent"))
+    share(1.5)
+    given = {
+        "task": ("--tasks", f"perplexity({text})", "--policies", "recent"),
+        "task at a depth": ("--tasks", f"passkey_novel({text})", "--depth", "0.5", "--policies", "recent"),
+        "policy": ("--tasks", "passkey", "--policies", f"{code}:Mine"),
+        "shares": ("--tasks", "passkey", "--policies", "recent", "--shares", str(shares)),
+    }[name]
+    options = ("eval", MODEL, *QUICK, "--budgets", "32", "-o", str(output), *given)
+    assert run(*options, "--samples", "1").code == 0
+    assert run(*options, "--samples", "2").code == 0
+    before, field = output.read_bytes(), name.partition(" ")[0]
+    assert [[*line["files"]] for line in lines(output)] == [[field]] * 2
+    text.write_text(novels[20_000:40_000])
+    code.write_text(POLICY.format("KeyDiff"))
+    share(0.5)
+    assert_refused(run(*options, "--samples", "3"), "whose file has changed since. Give another file, or put the old")
+    assert output.read_bytes() == before

@@ -29,7 +29,6 @@ from windlass.cli.terminal import (
     per_s,
     say,
     speeds,
-    unfinished,
 )
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError
 from windlass.core.fields import Option, field_info
@@ -419,8 +418,8 @@ def say_done(session: Session, result: Result) -> None:
 def save_cache(session: Session, prompt: str, asked: PromptInput, path: Path, is_json: bool) -> int:
     """Read `prompt` into a prompt-cache file. Returns the exit code.
 
-    The session's cache may hold the beginning of the text. Ctrl-C and SIGTERM write the tokens read so far, but replace
-    no older file. The same command continues from there.
+    The session's cache may hold the beginning of the text. Ctrl-C and SIGTERM write the tokens read so far into
+    a file beside it. The same command continues from there.
     """
     before = session.cache.tokens_seen[0]
     ids = encode(session.tokenizer, prompt_text(session, prompt, asked), is_start=before == 0)
@@ -438,7 +437,7 @@ def save_cache(session: Session, prompt: str, asked: PromptInput, path: Path, is
                 if ids:
                     engine.prefill(session.model, cache, [ids], bar)
         except KeyboardInterrupt:
-            note(_interrupted(session, path, None if started is None else started[0], before, held + len(ids) - before))
+            note(_interrupted(session, path, before, held + len(ids) - before))
             return INTERRUPTED
     Choices(cache, session.given).tell()
     cache.save(path, tokenizer=session.tokenizer)
@@ -483,23 +482,20 @@ def _started(session: Session, ids: list[int], path: Path) -> tuple[Path, KVCach
     return None
 
 
-def _interrupted(session: Session, path: Path, source: Path | None, before: int, total: int) -> str:
-    """Write the tokens read of `total`, if any, and report the file and how to continue.
-
-    `source` is the file that this run continued.
-    """
+def _interrupted(session: Session, path: Path, before: int, total: int) -> str:
+    """Write the tokens read of `total`, if any, beside the file, and report where they are and how to continue."""
     cache = session.cache
     read = cache.tokens_seen[0] - before
     if not read or cache.heads is not None:
         left = "stays as it was" if path.exists() else "was not written"
         return f"interrupted, prefill {read:,} of {total:,} tokens. {path} {left}"
-    file = source or unfinished(path)
+    file = part_of(path)  # a part under the file's own name would pass for the whole text
     cache.save(file, tokenizer=session.tokenizer)
     again = "The same command continues from there"
     if _chooses_at_the_end(cache):
         again = f"The same command reads all again, because {cache.policy!r} chooses at the end of a text"
     after = f" after {before:,}" if before else ""
-    left = "" if file == path else f"{path} stays as it was. "
+    left = f"{path} stays as it was. " if path.exists() else ""
     return f"interrupted. {left}{file} holds the first {read:,} of {total:,} tokens{after}. {again}"
 
 

@@ -1,10 +1,12 @@
 """The grid of an evaluation: every combination of the values in the lists that a user typed."""
 
+import hashlib
 import inspect
 import itertools
+import json
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,14 +16,14 @@ from transformers import PreTrainedTokenizerBase
 
 from windlass.cache.merging import checked_merge, merge_of
 from windlass.cache.options import CacheOptions, half_of, policy_of, recall_store_of
-from windlass.cache.shares import shares_of
+from windlass.cache.shares import Shares, shares_of
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.parse import HALF, MAX_NUMBER, NO_MERGE, NO_SHARES, int_parser, parse_list, parse_spec
 from windlass.engine.text import encode
 from windlass.evals.results import IDENTITY, VARIED, Identity
 from windlass.evals.task import ALL, TASKS, Budget, Sample, Task, budget_of, depth_of
 from windlass.evals.tasks import NAMES
-from windlass.policies import Recent
+from windlass.policies import Policy, Recent
 from windlass.positions.modes import Original, position_mode
 from windlass.stores.formats import store_of
 
@@ -38,6 +40,8 @@ class SampleSpec:
     length: int
     seed: int
     number: int
+    digest: str | None = None
+    """Digest of the file that the task was read from, for lines of results."""
 
     @property
     def key(self) -> tuple[str, int, int, int]:
@@ -191,6 +195,16 @@ class Settings:
         varied = {name: str(labels[name]) for name in VARIED}
         return {"policy": str(labels["policy"]), "asked_budget": self.budget.asked, **varied}
 
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Digests of the files that its policy and its shares were read from."""
+        found, shares = {}, self.options.shares
+        if contents := [path.read_bytes() for path in _policy_files(self.options.policy)]:
+            found["policy"] = _digest(*contents)
+        if isinstance(shares, Shares):
+            found["shares"] = _digest(json.dumps(shares.document()).encode())
+        return found
+
 
 @dataclass(frozen=True)
 class Cell:
@@ -221,6 +235,7 @@ class Cell:
             "length": self.spec.length,
             "sample": self.spec.number,
             "seed": self.spec.seed,
+            "files": self.settings.files | ({} if self.spec.digest is None else {"task": self.spec.digest}),
         }
 
 
@@ -238,13 +253,47 @@ class Grid:
     @property
     def cells(self) -> list[Cell]:
         """Every combination. Cells with the same text are neighbours."""
+        digests = {label: _task_digest(label) for label in self.tasks}
         return [
-            Cell(SampleSpec(task, label, length, self.seed, number), settings, self.is_aware)
+            Cell(SampleSpec(task, label, length, self.seed, number, digests[label]), settings, self.is_aware)
             for number in range(self.samples)
             for label, task in self.tasks.items()
             for length in self.lengths
             for settings in self.settings
         ]
+
+
+def files_of(cells: Iterable[Cell]) -> dict[tuple[str, str], str]:
+    """Digests of all files that `cells` were read from, by the field of a line of results and its value."""
+    labels = [cell.labels for cell in cells]
+    return {(name, str(each[name])): digest for each in labels for name, digest in each["files"].items()}
+
+
+def _digest(*contents: bytes) -> str:
+    return hashlib.sha256(b"\0".join(contents)).hexdigest()[:16]
+
+
+def _policy_files(policy: Policy) -> Iterator[Path]:
+    """The files of a policy and of those that it wraps: their code, tables and weights."""
+    kind = type(policy)
+    if not kind.__module__.startswith("windlass."):
+        with suppress(TypeError, OSError):  # of a class that was typed in
+            yield Path(inspect.getfile(kind)).resolve(strict=True)
+    for value in vars(policy).values():
+        if isinstance(value, Policy):
+            yield from _policy_files(value)
+        elif isinstance(value, str) and Path(value).expanduser().is_file():
+            yield Path(value).expanduser()
+
+
+def _task_digest(label: str) -> str | None:
+    """The digest of the file in a task's label, or None where there is none."""
+    for spec in filter(None, (label, label.rpartition("@")[0])):  # with a depth behind it
+        typed = parse_spec(spec)
+        path = Path(typed.inside) if typed is not None and typed.inside else TASKS.split(spec)[0]
+        if path is not None and path.expanduser().is_file():
+            return _digest(path.expanduser().read_bytes())
+    return None
 
 
 def grid_of(lists: ListOptions) -> Grid:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -135,8 +135,10 @@ class Case(_Line):
     """One question, or one text that was predicted, under one setting of the cache.
 
     `asked_budget` is as it was typed, `budget` the slots that came of it, None where nothing was evicted. `slots_held`
-    counts the slots in use per layer once the text was read, `bytes_held` all that is allocated afterwards, at rest, of
-    which a text has an equal part where several were read side by side.
+    counts the slots in use in the layer and head that has most, once the text was read. `bytes_held` are all that is
+    allocated afterwards, at rest, and `recall_bytes` those of evicted tokens, in the host's memory. A text has an equal
+    part of both where several were read side by side. `files`: digests of the files that its task,
+    policy and shares were read from.
     A case has a score, an `nll`, or both. `seed` is that of its run, which the header tells.
     `context_tokens` and `seconds` are None where a file does not have them.
     """
@@ -160,6 +162,8 @@ class Case(_Line):
     slots_held: Count | Real
     bytes_held: Size
     bytes_full: Size
+    recall_bytes: Count = 0
+    files: dict[str, str] = Field(default_factory=dict)
     expected: tuple[str, ...] = ()
     output: str | None = None
     score: Share | None = None
@@ -180,8 +184,9 @@ class Case(_Line):
         line["expected"] = list(self.expected)
         if self.nll is None:
             line["measures"] = {}
-        for name in ("shares", "recalled"):
-            if line[name] == DEFAULTS[name]:
+        usual: JsonObject = {**DEFAULTS, "recall_bytes": 0, "files": {}}
+        for name in ("shares", "recalled", "recall_bytes", "files"):
+            if line[name] == usual[name]:
                 del line[name]
         return line
 
@@ -282,6 +287,17 @@ class ResultsFile:
 
     def __contains__(self, identity: Identity) -> bool:
         return identity in self.cases
+
+    def check_files(self, files: Mapping[tuple[str, str], str]) -> None:
+        """Raises: UsageError where cases were run with another file of a name. `files`: digests, by field and name."""
+        for case in self.cases.values():
+            for name, digest in case.files.items():
+                label = str(getattr(case, name))
+                if files.get((name, label), digest) != digest:
+                    raise UsageError(
+                        f"-o {self._path} has cases of {name} {label}, whose file has changed since. {FOREIGN}, or put "
+                        "the old file back"
+                    )
 
     def add(self, cases: Sequence[Case]) -> None:
         """Write those cases that the file lacks, whole and at once.

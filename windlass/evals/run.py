@@ -32,6 +32,7 @@ from windlass.evals.grid import (
     SampleSpec,
     Settings,
     SizedSample,
+    files_of,
     fit,
     grid_of,
     shortest,
@@ -108,6 +109,7 @@ def answered(
                     slots_held=slots_held[row],
                     bytes_held=round(asked.bytes_held / len(texts)),
                     bytes_full=bytes_full(shapes, texts[row].context_tokens),
+                    recall_bytes=round(asked.recall_bytes / len(texts)),
                     expected=question.expected,
                     output=results[row].text,
                     score=scores[row],
@@ -304,6 +306,7 @@ class Runner(Executor):
             slots_held=max(layer.table.occupancy_bound for layer in cache.layers),
             bytes_held=cache.bytes_held,
             bytes_full=bytes_full(layer_shapes(self.model), text.context_tokens),
+            recall_bytes=cache.recall_bytes,
             output="",
             measures=measures,
             seconds=time.perf_counter() - started,
@@ -366,6 +369,7 @@ class Sweep:
         plan = self._executor.plan
         self.grid, self._cells = plan.grid, plan.grid.cells
         self._results = open_results(options.output, plan.header, note)
+        self._results.check_files(files_of(self._cells))
 
     def run(self, progress: Callable[[int, int, str], None]) -> bool:
         """Run the cells that the file lacks, and write them there. Returns True unless interrupted.
@@ -428,7 +432,8 @@ def summary(cases: Sequence[Case]) -> Table:
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for name in shown:
         table.add_column(name.removeprefix("asked_"), overflow="fold")
-    numbers = ["samples", "bytes"]
+    has_recall = any(case.recall_bytes for case in cases)
+    numbers = ["samples", "bytes", *(["recall bytes"] if has_recall else [])]
     numbers += ["score", "95 %"] if has_scores else []
     numbers += ["nll", "kl"] if has_losses else []
     for name in numbers:
@@ -436,6 +441,7 @@ def summary(cases: Sequence[Case]) -> Table:
     for group in grouped(cases, lambda case: tuple(getattr(case, name) for name in (*ALWAYS, *VARIED))).values():
         held = fmean(case.bytes_held for case in group)
         cells = [str(len({case.sample for case in group})), in_units(round(held))]
+        cells += [in_units(round(fmean(case.recall_bytes for case in group)))] if has_recall else []
         cells += _scores([case for case in group if case.score is not None]) if has_scores else []
         cells += [_mean([case.nll for case in group]), _mean([case.kl for case in group])] if has_losses else []
         table.add_row(*(Text(_label(group[0], name)) for name in shown), *cells)

@@ -295,6 +295,11 @@ class OverallScore:
         return self.label if self.asked == "all" else f"{self.label} at {self.asked}"
 
     @property
+    def has_recall(self) -> bool:
+        """Return True for a setting that reads evicted tokens again."""
+        return ", recall " in self.label
+
+    @property
     def interval(self) -> str:
         """The 95 % interval of a score."""
         return interval(self.value, len(self.texts))
