@@ -157,6 +157,7 @@ class Rotary:
         self.layer_type = layer_type
         self._rope_type, self.constant_length = _scheme(module, layer_type)
         self._built = _Tables({})
+        self._first_sin: Tensor | None = None  # of position 1, once it was asked for
         self.layout = layout
         self.rotary_pairs = rotary_pairs
         self.trained_length = trained_length
@@ -218,7 +219,9 @@ class Rotary:
         if device.type == "meta":
             return True
         first = torch.ones(1, 1, dtype=torch.long, device=device)
-        (_, now), (_, then) = self._asked_of(self._source, first), self.asked(first)
+        if self._first_sin is None:
+            self._first_sin = self.asked(first)[1]
+        now, then = self._asked_of(self._source, first)[1], self._first_sin.to(device)
         return now.shape == then.shape and torch.allclose(now.float(), then.float(), rtol=MOST_ROUNDED, atol=0)
 
     def _asked_of(self, module: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
