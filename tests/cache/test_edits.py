@@ -294,3 +294,23 @@ def test_no_shift_of_a_range_without_tokens_moves_the_end_before_a_token(attache
         cache.shift(18, 19, -12)
     assert held(cache) == [[*range(10)]]
     assert cache.next_positions == [19]
+
+
+@pytest.mark.parametrize(
+    "edit", [lambda cache: cache.shift(10, 14, 20), lambda cache: cache.drop(9, 13)], ids=["shift", "drop"]
+)
+@pytest.mark.parametrize("tokens", [1, 3, 21])
+def test_recent_reads_all_that_it_holds_across_a_gap(
+    attached_model: Models, text: Text, edit: Callable[[KVCache], None], tokens: int
+) -> None:
+    """Tokens are newer than others by their number, whatever their positions, in one pass or one by one."""
+    model, ids = attached_model("llama"), text(14 + tokens)
+    whole, held = KVCache(model), KVCache(model, 15, "recent", sinks=4, window=4, positions="original")
+    for cache in (whole, held):
+        read(model, cache, ids[:, :14], 14)
+        edit(cache)
+    single = copy.deepcopy(held)
+    expected = read(model, whole, ids[:, 14:15], 1)
+    torch.testing.assert_close(read(model, copy.deepcopy(held), ids[:, 14:15], 1), expected, atol=1e-5, rtol=0)
+    one_by_one, at_once = read(model, single, ids[:, 14:], 1), read(model, held, ids[:, 14:], tokens)
+    torch.testing.assert_close(at_once, one_by_one, atol=1e-5, rtol=0)

@@ -171,3 +171,23 @@ def test_refusals(finder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
         "off",
         None,
     ]
+
+
+def test_a_token_that_the_draft_model_cannot_read_ends_its_drafts(
+    finder: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Models of one tokenizer may have embeddings of different sizes."""
+    windlass.detach(finder)
+    large, size = copy.deepcopy(finder), finder.config.vocab_size
+    windlass.attach(finder)
+    large.resize_token_embeddings(size + 32)
+    windlass.attach(large)
+    for prompt, has_drafts in (([5, size - 1], True), ([5, size], False), ([size + 31, 5], False)):
+        assert bool(drafter_of(DraftModel(finder), large, prompt).draft(4)) == has_drafts
+        found = []
+        for drafts in (None, DraftModel(finder)):
+            cache = KVCache(large)
+            windlass.prefill(large, cache, [prompt])
+            [result] = windlass.generate(large, tokenizer, [" once"], cache, max_tokens=9, speculate=drafts)
+            found.append(result.tokens)
+        assert found[0] == found[1]

@@ -282,3 +282,21 @@ def test_prefill_makes_room_for_the_whole_prompt_at_once(model: PreTrainedModel)
     assert allocated == [192] * 32  # 158 tokens, in groups of 64 slots
     windlass.prefill(model, cache, [[5] * 40])
     assert cache.layers[1].store.slots == 256  # 198 tokens, where growth by half would make 320
+
+
+def test_a_repetition_penalty_counts_the_text_of_the_cache(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """A text that is read in two calls is penalised as one that is read in one, as transformers does."""
+    first, rest = "He was sitting in the boat,", " and the river was quiet."
+    whole, sampling = first + rest, Sampling(repetition_penalty=3.0)
+    expected = windlass.generate(model, tokenizer, [whole], max_tokens=12, sampling=sampling)[0]
+    for speculate in (None, "lookup"):
+        cache = KVCache(model)
+        windlass.prefill(model, cache, [tokenizer(first)["input_ids"]])
+        ids = [*tokenizer(first)["input_ids"], *tokenizer(rest, add_special_tokens=False)["input_ids"]]
+        assert ids == tokenizer(whole)["input_ids"], "the text is cut between two tokens"
+        found = windlass.generate(
+            model, tokenizer, [rest], cache, max_tokens=12, sampling=sampling, speculate=speculate
+        )[0]
+        assert found.tokens == expected.tokens

@@ -20,6 +20,7 @@ class Reader(Held):
     """A layer that is read. `recall_codec` says how its evicted tokens are held."""
 
     recall_codec: Codec | None = None
+    columns: int = 1  # of the step
     mode: Mode = field(default_factory=lambda: Mode("original"))
 
     def remember_tokens(self, row: int, positions: Sequence[int], keys: Array, values: Array) -> None:
@@ -121,9 +122,11 @@ class Reader(Held):
         if kind.sliding_window is not None:
             seen &= apart < kind.sliding_window
         keeps_newest = rules.policy.name == "recent" and rules.merge is None and not self.is_whole_window
-        if keeps_newest and rules.budget is not None and not self.recalls:
-            # The sinks and the newest, as if each token had come by itself.
-            seen &= (apart < rules.budget - rules.sinks + 1) | (held < rules.sinks)[None]
+        if keeps_newest and rules.budget is not None and not self.recalls and (self.columns > 1 or kind.sliding_window):
+            # The sinks and the newest, as if each token had come by itself and the others been evicted before it.
+            is_sink = held < rules.sinks
+            between = (held[None, None] > held[None, :, None]) & (held[None, None] <= asked[:, None, None]) & ~is_sink
+            seen &= (between.sum(-1) <= rules.budget - rules.sinks) | is_sink[None]
         counts = sinks = None
         if rules.merge is not None and rules.merge.is_counted:
             counts = np.array([token.stands_for for token in tokens] + [1] * (len(held) - len(tokens)))

@@ -43,6 +43,7 @@ class LayerModel(Reader):
         pieces = [range(columns)] if is_whole else [range(at, at + 1) for at in range(columns)]
         for number, piece in enumerate(pieces):
             chosen = [[at for at in piece if places[at] >= 0] for places in positions]
+            self.columns = len(piece)
             self.expect_step(number, len(pieces))
             ends = [end + len(own) for end, own in zip(ends, chosen, strict=True)]
             until = [min(prompt, end) for prompt, end in zip(prompt_ends, ends, strict=True)]

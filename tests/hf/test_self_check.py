@@ -243,3 +243,15 @@ def test_quantised_weights_may_round_activations() -> None:
         else:
             with pytest.raises(UnsupportedModel, match="attends otherwise in layer 1"):
                 windlass.attach(model)
+
+
+@pytest.mark.parametrize("part", ["self_attn.v_proj", "mlp.up_proj"])
+def test_numbers_beyond_the_dtype_are_not_blamed_on_attention(part: str) -> None:
+    model = tiny_model("llama").half()
+    model.get_submodule(f"model.layers.0.{part}").weight.data.fill_(60_000)
+    assert not bool(model(torch.tensor([[1, 2, 3]])).logits.isfinite().all())
+    with pytest.raises(
+        UnsupportedModel, match=r"infinite numbers or NaN in layer \d by itself\. Load it in bfloat16 or"
+    ):
+        windlass.attach(model)
+    windlass.attach(model.float())

@@ -453,7 +453,7 @@ def write_and_attend(
     view = TableView.of(table, rules, step)
     if rules.joins:
         view = view_joined(view, index, initial)
-    elif rules.visibility.reach is not None and rules.visible_in(step).reach is None and call.sees_to is None:
+    elif rules.reach_differs(step) and not rules.reads_all(step) and call.sees_to is None:
         view = view.within_reach(rules)
     view = with_recalled(view, layer_step, queries)
     out, mass = attend(view, rules, rotary, queries, mode, call, weighed)

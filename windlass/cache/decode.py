@@ -5,7 +5,6 @@ import operator
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, final
 from weakref import ReferenceType, ref
 
@@ -212,6 +211,13 @@ class DecodeKernel:
             return None
         if call.sees_to is not None or call.picker is not None or call.sink_logits is not None:
             return None
+        rules = layer_step.rules
+        if (
+            rules.visibility.reach is not None
+            and not rules.reads_all(step)
+            and (step.sinks is not None or step.may_have_gaps)
+        ):
+            return None
         if queries.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1:
             return None
         if (recall := layer_step.table.recall) is not None:
@@ -247,7 +253,7 @@ class DecodeKernel:
         if table.recall is not None and (recall := _recall(table, rotary, keys, bound)) is None:
             return None
         retention = _retention(rules)
-        visible = rules.visibility if step.sinks is None else replace(rules.visibility, reach=None, sinks=0)
+        visible = rules.visible_in(step)
         stored_keys, stored_values = held
         slots = DecodeSlots(
             keys=stored_keys,

@@ -159,15 +159,32 @@ class LayerConfig:
         """Sinks of each row. None: all rows have those of `protected`."""
         return None if self.is_whole_window else step.sinks
 
+    def reads_all(self, step: Step) -> bool:
+        """Return True for a step of one token, which reads all that is held: tokens beyond the reach have been evicted.
+
+        In a sliding window sinks are evicted once no token sees them, and newer tokens than within reach are held.
+        """
+        return step.is_decode_token and self.most_visible is None
+
     def visible_in(self, step: Step) -> Visibility:
-        """`visibility` with the sinks of a step's rows. Where they differ or have pins, `seen_until` is the reach."""
+        """`visibility` with the sinks of a step's rows. Where they differ or have pins, `seen_until` is the reach.
+
+        So it is in rows with gaps, where tokens are newer than others by less than the difference of their positions.
+        """
         visible, sinks = self.visibility, step.sinks
-        if sinks is None or visible.reach is None or self.budget is None:
+        if visible.reach is None or self.budget is None:
             return visible
-        count, *others = {*sinks.counts}
-        if others or sinks.pins is not None:
+        if self.reads_all(step) or self.reach_differs(step):
             return replace(visible, reach=None, sinks=0)
+        count = self.limits.sinks if sinks is None else sinks.counts[0]
         return replace(visible, reach=self.budget - count + 1, sinks=count)
+
+    def reach_differs(self, step: Step) -> bool:
+        """Return True if the reach of queries is not one number of positions for all rows of a step."""
+        if self.visibility.reach is None:
+            return False
+        sinks = step.sinks
+        return step.may_have_gaps or (sinks is not None and (len({*sinks.counts}) > 1 or sinks.pins is not None))
 
     @cached_property
     def visibility(self) -> Visibility:

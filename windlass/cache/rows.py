@@ -361,6 +361,7 @@ class RowTable:
             is_prompt=how.is_prompt or not any(self.tokens_seen),
             places=places,
             sinks=self.sinks(device),
+            may_have_gaps=any(row.since_edit < row.tokens_seen for row in self.rows),
         )
         if not any(step.prompt_lengths):
             return step

@@ -372,16 +372,22 @@ class TableView:
         return int((self.positions >= 0).sum(-1).max())
 
     def within_reach(self, rules: LayerConfig) -> TableView:
-        """The view with the last query that sees each slot, for rows with pins, or with different sinks.
+        """The view with the last query that sees each slot, for rows with gaps or pins, or with different sinks.
 
-        The policy keeps sinks, pins and the newest tokens.
+        The policy keeps sinks, pins and the newest tokens. A slot is seen until so many newer ones as fill the budget.
         """
-        assert self.step.sinks is not None, "rows that are alike"
         assert rules.budget is not None, "a reach without a budget"
-        sinks, positions = self.step.sinks, self.positions
-        is_evictable = (positions >= sinks.per_slot) & ~sinks.pinned(positions)
-        until = (positions + rules.budget - sinks.kept_before(positions)).where(is_evictable, MAX_NUMBER)
-        return replace(self, seen_until=until.to(positions.dtype))
+        sinks, positions, slots = self.step.sinks, self.positions, self.positions.shape[-1]
+        if sinks is None:
+            kept = torch.full_like(positions, rules.limits.sinks)
+            is_behind = is_evictable = positions >= kept
+        else:
+            kept, is_behind = sinks.kept_before(positions), positions >= sinks.per_slot
+            is_evictable = is_behind & ~sinks.pinned(positions)
+        ordered = positions.where(is_behind, MAX_NUMBER).sort(-1).values  # pins fill the budget, too
+        first_unseen = torch.searchsorted(ordered, positions.contiguous(), right=True) + rules.budget - kept
+        unseen = ordered.gather(-1, first_unseen.clamp(0, slots - 1)).where(first_unseen < slots, MAX_NUMBER)
+        return replace(self, seen_until=(unseen - 1).where(is_evictable, MAX_NUMBER).to(positions.dtype))
 
     def kept(self) -> TableView:
         """A view for the rest of the pass, through later writes and evictions. Merges have to be undone first.

@@ -122,6 +122,8 @@ class Step:
     """True if the tokens fill a gap of the text, which goes on behind them."""
     sinks: RowSinks | None = None
     """Sinks of each row (None: all rows have the sinks of the limits)."""
+    may_have_gaps: bool = False
+    """True if edits may have left gaps between the positions of a row's tokens, or put them closer together."""
 
     def repeated(self, times: int) -> "Step":
         """A step of the same rows, so many times one after the other."""
@@ -160,6 +162,12 @@ class Step:
         """Return True if it is at most one token per row, without exceptions: a step for a decode kernel."""
         is_plain = not (self.is_captured or self.is_second_pass or self.is_rewrite or self.is_insert)
         return is_plain and not self.defer_eviction and self.positions.shape[1] == 1 and self.places is None
+
+    @cached_property
+    def is_decode_token(self) -> bool:
+        """Return True if it is at most one token per row, behind all others, before which every row was cut."""
+        is_last = not (self.is_second_pass or self.is_rewrite or self.is_insert)
+        return is_last and not self.defer_eviction and self.positions.shape[1] == 1
 
     @cached_property
     def first_columns(self) -> ObservedColumns:

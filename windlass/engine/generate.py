@@ -339,7 +339,7 @@ class _Run:
         wait_for(logits.device)
         self._prefill_s = time.perf_counter() - started
         heads = self._cache.heads
-        sampler = Sampler(self._sampling, self._prompts, logits.device, None if heads is None else heads.ranks)
+        sampler = Sampler(self._sampling, self._texts(), logits.device, None if heads is None else heads.ranks)
         if self._speculate is not None:
             yield from self._speculated(sampler, logits, self._drafter())
             return
@@ -358,9 +358,12 @@ class _Run:
             if not any(goes_on):
                 return
 
+    def _texts(self) -> Sequence[Sequence[int]]:
+        """The text of each row up to here, or its prompt where the cache does not know all ids."""
+        return self._prompts if (texts := self._cache.tokens) is None else texts
+
     def _drafter(self) -> Drafter:
-        text = self._prompts[0] if self._cache.tokens is None else self._cache.tokens[0]
-        return drafter_of(self._speculate, self._model, text)
+        return drafter_of(self._speculate, self._model, self._texts()[0])
 
     def _speculated(self, sampler: Sampler, logits: Tensor, drafter: Drafter) -> Iterator[list[str]]:
         """Steps of one row, each of a token and the drafts behind it that the model has chosen."""

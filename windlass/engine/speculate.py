@@ -167,10 +167,14 @@ class DraftModel:
 
 @final
 class DraftText(DraftSource):
-    """A text of `model` that a draft model reads, once the first draft is wanted."""
+    """A text of `model` that a draft model reads, once the first draft is wanted.
+
+    It has no drafts from the first token on that the draft model's embedding lacks.
+    """
 
     def __init__(self, drafts: DraftModel, model: PreTrainedModel) -> None:
         self._drafts, self._vocabulary, self._text = drafts, vocabulary_of(model), array("i")
+        self._readable, self._can_read = vocabulary_of(drafts.model), True
         self.cost = weight_bytes(drafts.model) / weight_bytes(model)
 
     def __len__(self) -> int:
@@ -178,9 +182,11 @@ class DraftText(DraftSource):
 
     def push(self, token: int) -> None:
         self._text.append(token)
+        # Models of one tokenizer may have embeddings of different sizes, padded or with tokens of their own.
+        self._can_read &= token < self._readable
 
     def following(self, most: int, least_match: int) -> list[int]:
-        return self._drafts.following(self._text, most, self._vocabulary)
+        return [] if not self._can_read else self._drafts.following(self._text, most, self._vocabulary)
 
 
 PASS_COST: Final = 0.75  # of a pass with drafts, in steps of one token: see docs/log.md

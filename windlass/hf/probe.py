@@ -324,6 +324,14 @@ def _copied(config: PreTrainedConfig, attention: str, copies: dict[int, PreTrain
 ROTARY: Final = "RotaryEmbedding"  # how the names of rotary modules end
 
 
+def check_finite(states: Tensor, layer: int) -> None:
+    """Raises: UnsupportedModel for infinities and NaN, which nothing can be compared with."""
+    if not bool(states.isfinite().all()):
+        raise UnsupportedModel(
+            f"gives infinite numbers or NaN in layer {layer} by itself. Load it in bfloat16 or float32, which hold more"
+        )
+
+
 @dataclass(frozen=True)
 class DecoderModules:
     """`inner` rotates and attends. A pass with a cache is one of `outer`.

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from windlass.core.errors import UnsupportedModel
 from windlass.core.positions import rotate
 from windlass.hf.model_facts import trained_length
-from windlass.hf.probe import Probe, RotaryCall, check_weights
+from windlass.hf.probe import Probe, RotaryCall, check_finite, check_weights
 from windlass.positions.rotary import LAYOUTS, Layout, Rotary
 
 MARGIN = 4.0  # a candidate that is this many times closer than the next one is the right one
@@ -51,6 +51,7 @@ def rotaries_of(model: PreTrainedModel, rotated: Probe, plain: Probe) -> list[Ro
     found: dict[int, Rotary] = {}
     rotaries: list[Rotary | None] = []
     for layer in sorted(rotated.keys):
+        check_finite(plain.keys[layer], layer)
         if _error(plain.keys[layer], rotated.keys[layer]) <= tolerance:
             rotaries.append(None)
             continue

@@ -23,7 +23,7 @@ from windlass.core.step import AttentionCall
 from windlass.core.types import Attended, NewKeys, NewValues, Queries
 from windlass.hf.model_cache import ModelCache
 from windlass.hf.model_facts import ordinary_ids
-from windlass.hf.probe import eval_mode
+from windlass.hf.probe import check_finite, eval_mode
 from windlass.policies import Recent
 from windlass.positions.rotary import Rotation
 
@@ -126,6 +126,8 @@ class SelfCheck:
         try:
             with own_attention:
                 self._call(slice(0, sum(PASSES)), use_cache=False)
+        except UnsupportedModel:
+            raise
         except Exception as error:
             raise UnsupportedModel(
                 f"can't read a text even without a cache: {type(error).__name__}: {error}"
@@ -179,6 +181,7 @@ class SelfCheck:
         """Note a layer's own output, or compare with it and let the model go on with that."""
         given = output[0] if isinstance(output, tuple) else output
         if self._columns is None:
+            check_finite(given, layer)
             self._outputs[layer] = given.clone()
             return None
         assert self._cache is not None, "a pass with a cache, but which?"
