@@ -77,7 +77,7 @@ def _divided(states: Tensor, norm: nn.Module | None) -> Tensor:
 
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-MOST_ROUNDED = 1e-2  # of an angle, when a model and its frequencies are cast to 16 bits
+MOST_ROUNDED, LEAST_ANGLE = 1e-2, 2e-7  # of an angle, when a model and its frequencies are cast to 16 bits
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,9 @@ class Rotary:
         if self._first_sin is None:
             self._first_sin = self.asked(first)[1]
         now, then = self._asked_of(self._source, first)[1], self._first_sin.to(device)
-        return now.shape == then.shape and torch.allclose(now.float(), then.float(), rtol=MOST_ROUNDED, atol=0)
+        return now.shape == then.shape and torch.allclose(
+            now.float(), then.float(), rtol=MOST_ROUNDED, atol=LEAST_ANGLE
+        )
 
     def _asked_of(self, module: nn.Module, positions: Tensor) -> tuple[Tensor, Tensor]:
         if self._axes and positions.ndim == 2:
