@@ -178,7 +178,7 @@ def test_another_rotation_or_attention_is_refused_until_it_is_attached(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_a_cast_is_no_other_rotation(family: str, dtype: torch.dtype, text: Text) -> None:
     """Small frequencies lose bits, and those of a long text are forgotten."""
-    model = tiny_model(family)
+    model: Any = tiny_model(family)
     for module in model.modules():
         if isinstance(frequencies := vars(module).get("_buffers", {}).get("inv_freq"), Tensor):
             frequencies[-1] = 1.3e-6  # of a base of a million, below the normal numbers of float16

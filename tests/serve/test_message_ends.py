@@ -63,15 +63,19 @@ def test_ends_of_a_longer_prompt_are_those_of_one_that_nobody_knows(start: int) 
         talk = [*talk[: len(talk) - 2 * (turn == 5)], *more, {"role": "user", "content": "Why?"}]
         text = render(talk)
         found, fresh = known.of(render, "", talk, text), MessageEnds().of(render, "", talk, text)
-        assert found == fresh == tuple(len(render(talk[: at + 1])) for at in range(len(talk)))
+        assert found == fresh
+        is_checked = turn in (0, 5, 8)  # each end takes a rendering of all messages before it
+        if is_checked:
+            assert found == tuple(len(render(talk[: at + 1])) for at in range(len(talk)))
         tokens = encoder.tokenized(text)
         assert tokens == PromptEncoder(tokenizer).tokenized(text)
         assert encoder.tokenized(text) is tokens
         assert [*tokens.ids] == encode(tokenizer, text, is_start=True)
         ends = message_ends(tokenizer, tokens, found)
-        assert [tuple(tokens.ids[:end]) for end in ends] == [
-            tuple(encode(tokenizer, text[:end], is_start=True)) for end in found if end
-        ]
+        if is_checked:
+            assert [tuple(tokens.ids[:end]) for end in ends] == [
+                tuple(encode(tokenizer, text[:end], is_start=True)) for end in found if end
+            ]
         talk.append({"role": "assistant", "content": f"{turn}"})
 
 
