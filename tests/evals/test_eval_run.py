@@ -320,7 +320,7 @@ POLICY = """
 from dataclasses import dataclass
 from windlass.policies import KeyDiff, Recent
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Mine({}):
     '''As the class above. Source: none. Differs: nothing.'''
 """

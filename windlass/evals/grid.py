@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -279,7 +279,7 @@ def _policy_files(policy: Policy) -> Iterator[Path]:
     if not kind.__module__.startswith("windlass."):
         with suppress(TypeError, OSError):  # of a class that was typed in
             yield Path(inspect.getfile(kind)).resolve(strict=True)
-    for value in vars(policy).values():
+    for value in (getattr(policy, each.name) for each in fields(policy)):  # type: ignore[arg-type]  # a dataclass
         if isinstance(value, Policy):
             yield from _policy_files(value)
         elif isinstance(value, str) and Path(value).expanduser().is_file():
