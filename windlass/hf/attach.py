@@ -420,7 +420,7 @@ class AttachedModel(Attachment):
     def check_unchanged(self) -> None:
         """Raises: UsageError for a model whose attention or rotation is not what attach has seen any more."""
         left, is_new = [self.decoder.inner], False
-        while left:  # `modules` takes three times as long, and each cache of a server comes here
+        while left:  # `modules` takes twice as long, and each cache of a server comes here
             held = vars(module := left.pop())
             is_new |= NAME not in held and isinstance(held.get("layer_idx"), int)
             is_new |= module not in self._rotary_modules and type(module).__name__.endswith(ROTARY)
