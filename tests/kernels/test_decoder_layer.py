@@ -166,22 +166,25 @@ def test_no_token_depends_on_the_others_or_on_the_number_of_threads(
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "kind", "most"),
+    ("name", "has_amx", "dtype", "kind", "most"),
     [
-        ("plain", torch.float32, 0, 16),
-        ("plain", torch.float16, 0, 16),
-        ("plain", torch.bfloat16, 0, 32),
-        ("plain", torch.float32, 2, 64),
-        ("avx2", torch.float32, 0, 16),
-        ("avx2", torch.float16, 0, None),
-        ("avx2", torch.bfloat16, 0, None),
-        ("avx512_bf16", torch.bfloat16, 0, 32),
+        ("plain", False, torch.float32, 0, 16),
+        ("plain", False, torch.float16, 0, 16),
+        ("plain", False, torch.bfloat16, 0, 32),
+        ("plain", False, torch.float32, 2, 64),
+        ("avx2", False, torch.float32, 0, 16),
+        ("avx2", False, torch.float16, 0, None),
+        ("avx2", False, torch.bfloat16, 0, None),
+        ("avx512_bf16", False, torch.float16, 0, 16),
+        ("avx512_bf16", False, torch.bfloat16, 0, None),
+        ("avx512_bf16", True, torch.bfloat16, 0, 32),
     ],
 )
 def test_most_tokens_of_a_layer(
-    name: str, dtype: torch.dtype, kind: int, most: int | None, monkeypatch: pytest.MonkeyPatch
+    name: str, has_amx: bool, dtype: torch.dtype, kind: int, most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "instruction_set", lambda: name)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     assert FewTokens(layer_of(SIZES[1], dtype, SETTINGS[kind]), dtype).most_tokens == most
 
 

@@ -51,7 +51,7 @@ SHARED_QUERIES: Final = 1024  # of a key, at most, in more tokens than these few
 MAX_CHANNELS: Final = 1024
 GROUPS: Final = (0, 16, 32)  # channels that share a scale and an offset, where new codes are made
 MAX_ROWS: Final = 16  # inputs of the compiled `linear` at once
-MAX_MANY_ROWS: Final = 256  # the same, where `has_digits` or `has_panels`
+MAX_MANY_ROWS: Final = 512  # the same, where `has_digits` or `has_panels`
 FLOAT_ROWS: Final = 32  # tokens of a decoder layer of bfloat16, beyond which PyTorch's products are faster
 # Queries of which any number is attended faster than by PyTorch, by instruction set.
 FAST_QUERIES: Final = {"avx512_bf16": (torch.bfloat16,), "avx2": (torch.float32, torch.bfloat16, torch.float16)}
@@ -224,16 +224,24 @@ def can_multiply(call: LinearInput) -> bool:
 
 def most_rows(layer: LinearLayer, dtype: torch.dtype) -> int | None:
     """The most rows that `linear` multiplies faster than PyTorch (None: any number)."""
-    has_tiles = torch.cpu._is_amx_tile_supported()
-    is_fast = has_panels(layer, dtype) or (has_digits(layer, dtype) and not has_tiles)
+    is_fast = has_panels(layer, dtype) or (has_digits(layer, dtype) and not _has_amx())
     return None if is_fast else MANY_ROWS
 
 
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()
+
+
 def has_panels(layer: LinearLayer, dtype: torch.dtype) -> bool:
-    """Return True if `linear` widens or decodes panels of the weights for many rows, as where only float32 is fast."""
-    weights = layer.weights
+    """Return True if `linear` lays out panels of the weights for many rows.
+
+    With AVX2 alone it widens or decodes them. With products of bfloat16 and no AMX they are pairs of bfloat16.
+    """
+    weights, found = layer.weights, instruction_set()
     is_float = isinstance(weights, Tensor) and weights.dtype is dtype and dtype.itemsize == 2
-    return (layer.is_coded or is_float) and instruction_set() == "avx2" and not has_digits(layer, dtype)
+    if found == "avx512_bf16":
+        return is_float and dtype is torch.bfloat16 and layer.in_features % 2 == 0 and not _has_amx()
+    return (layer.is_coded or is_float) and found == "avx2" and not has_digits(layer, dtype)
 
 
 def has_digits(layer: LinearLayer, dtype: torch.dtype) -> bool:

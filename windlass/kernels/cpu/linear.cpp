@@ -23,37 +23,22 @@ namespace {
 
 #include "simd.hpp"
 
-constexpr int ROWS = 8;     // of weights, side by side, with AVX-512
-constexpr int STREAMS = 4;  // of weights that a thread reads at once, elsewhere
+constexpr int STREAMS = 4;  // of weights that a thread reads at once
 constexpr int LINE = 64;    // bytes of a cache line
-constexpr int AHEAD = 4;    // lines of a row that are asked for before they are read, with AVX-512
-constexpr int SOON = 640;   // bytes of a stream, elsewhere
+#if defined(__AVX512F__)
+constexpr int SOON = 1024;  // bytes of a stream that are asked for before they are read
+#else
+constexpr int SOON = 640;
+#endif
 
 // Sums stay in registers only where each of them has a name: all loops over them are unrolled.
 #define UNROLLED _Pragma("GCC unroll 16")
 
-// Calls `add(i)` for each full step of a row of `lines` lines, each of `steps` steps. Rows lie one after the
-// other. At the end of these rows the first lines of the next ones are asked for. The next ones themselves come into
-// the cache below meanwhile, in the order in which they lie, if these rows are read for the first time (`is_first`).
+// Calls `add(i)` for each full step of some rows of `lines` lines, each of `steps` steps. The rows are `apart` bytes from each
+// other, and each of them goes on in the next row. They are asked for ahead if they are read for the first time (`is_first`).
+// Where nothing reads them again (`is_once`), their lines pass by the second and third cache, which keep what other code reads.
 template <int ROWS_HERE, class Add>
-inline void stream(const std::uint8_t *rows, std::int64_t row_bytes, int lines, int steps, bool is_first, Add add) {
-    for (int line = 0; line < lines; ++line) {
-        const int next = line + AHEAD;
-        const std::uint8_t *ahead = next < lines ? rows + std::int64_t(next) * LINE
-                                                 : rows + std::int64_t(next - lines) * LINE + ROWS_HERE * row_bytes;
-        for (int r = 0; r < ROWS_HERE; ++r) __builtin_prefetch(ahead + r * row_bytes);
-        if (is_first) {
-            const std::uint8_t *below = rows + ROWS_HERE * (row_bytes + std::int64_t(line) * LINE);
-            for (int r = 0; r < ROWS_HERE; ++r) __builtin_prefetch(below + r * LINE, 0, 2);
-        }
-        for (int step = 0; step < steps; ++step) add(line * steps + step);
-    }
-}
-
-// The same for rows `apart` bytes from each other, each of which goes on in the next row. Where nothing reads them again
-// (`is_once`), their lines pass by the second and third cache, which keep what other code reads.
-template <int ROWS_HERE, class Add>
-inline void stream_apart(const std::uint8_t *rows, std::int64_t apart, int lines, int steps, bool is_first, bool is_once, Add add) {
+inline void stream(const std::uint8_t *rows, std::int64_t apart, int lines, int steps, bool is_first, bool is_once, Add add) {
     for (int line = 0; line < lines; ++line) {
         const std::uint8_t *ahead = rows + std::int64_t(line) * LINE + SOON;
         if (is_first && is_once)
@@ -64,43 +49,22 @@ inline void stream_apart(const std::uint8_t *rows, std::int64_t apart, int lines
     }
 }
 
-// All outputs of all tokens, by `kernel.outputs<rows, tokens>(row, token)`.
+// All outputs of all tokens, by `kernel.outputs<rows, tokens>(row, token, rows from one to the next)`. Rows are far from each
+// other, so that each of them is a stream that goes on.
 template <class Kernel, int R>
-inline void outputs_of(Kernel &kernel, const Linear &call, int row) {
-    constexpr int T = Kernel::TOKENS, HALF = R > 1 ? R / 2 : 1;
-    int token = 0;
-    for (; token + T <= call.tokens; token += T)
-        for (int r = 0; r < R; r += HALF) kernel.template outputs<HALF, T>(row + r, token);
-    for (; token < call.tokens; ++token) kernel.template outputs<R, 1>(row, token);
-}
-template <class Kernel>
-inline void all_outputs(Kernel &kernel, const Linear &call) {
-    const int blocks = (call.out + ROWS - 1) / ROWS;
-#pragma omp for schedule(static) nowait
-    for (int block = 0; block < blocks; ++block) {
-        const int first = block * ROWS;
-        if (first + ROWS <= call.out)
-            outputs_of<Kernel, ROWS>(kernel, call, first);
-        else
-            for (int row = first; row < call.out; ++row) outputs_of<Kernel, 1>(kernel, call, row);
-    }
-}
-// The same by `kernel.outputs<rows, tokens>(row, token, rows from one to the next)`: rows far from each other, so that
-// each of them is a stream that goes on.
-template <class Kernel, int R>
-inline void outputs_apart(Kernel &kernel, const Linear &call, int row, int apart) {
+inline void outputs_of(Kernel &kernel, const Linear &call, int row, int apart) {
     constexpr int T = Kernel::TOKENS;
     int token = 0;
     for (; token + T <= call.tokens; token += T) kernel.template outputs<R, T>(row, token, apart);
     for (; token < call.tokens; ++token) kernel.template outputs<R, 1>(row, token, apart);
 }
 template <class Kernel>
-inline void all_outputs_apart(Kernel &kernel, const Linear &call) {
+inline void all_outputs(Kernel &kernel, const Linear &call) {
     const std::int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
     const int first = int(call.out * thread / threads), last = int(call.out * (thread + 1) / threads);
     const int apart = (last - first) / STREAMS;
-    for (int row = first; row < first + apart; ++row) outputs_apart<Kernel, STREAMS>(kernel, call, row, apart);
-    for (int row = first + STREAMS * apart; row < last; ++row) outputs_apart<Kernel, 1>(kernel, call, row, 1);
+    for (int row = first; row < first + apart; ++row) outputs_of<Kernel, STREAMS>(kernel, call, row, apart);
+    for (int row = first + STREAMS * apart; row < last; ++row) outputs_of<Kernel, 1>(kernel, call, row, 1);
 }
 
 inline float scale_of(const Linear &call, int row) { return number(call.scale_format, call.scales, row); }
@@ -164,20 +128,16 @@ class FloatLinear {
     static constexpr int STEPS = P::WIDTH * P::BYTES < LINE ? LINE / (P::WIDTH * P::BYTES) : 1;
 
   public:
-    static constexpr int TOKENS = LANES / 4;  // whose sums, with STREAMS or half of ROWS, the registers hold
+    static constexpr int TOKENS = LANES / 4;  // whose sums, with STREAMS rows, the registers hold
 
     FloatLinear(const Linear &call, const Input *inputs) : call(call), inputs(inputs), in(call.in) {}
 
     void run() {
-#if defined(__AVX512F__)
         all_outputs(*this, call);
-#else
-        all_outputs_apart(*this, call);
-#endif
     }
 
     template <int R, int T>
-    void outputs(int row, int token, int apart = 1) {
+    void outputs(int row, int token, int apart) {
         const std::int64_t row_bytes = apart * in * P::BYTES;
         const std::uint8_t *weights = call.weights + row * in * P::BYTES;
         const Input *from = inputs + token * in;
@@ -191,11 +151,7 @@ class FloatLinear {
                     sums_of[r][t] = P::add(sums_of[r][t], weights + r * row_bytes + i * P::BYTES, from + t * in + i);
         };
         const int steps = int(in / P::WIDTH), lines = steps / STEPS;
-#if defined(__AVX512F__)
-        stream<R>(weights, row_bytes, lines, STEPS, token == 0, add);
-#else
-        stream_apart<R>(weights, row_bytes, lines, STEPS, token == 0, token + T == call.tokens, add);
-#endif
+        stream<R>(weights, row_bytes, lines, STEPS, token == 0, token + T == call.tokens, add);
         for (int step = lines * STEPS; step < steps; ++step) add(step);
         float results[R][T];
         UNROLLED for (int r = 0; r < R; ++r)
@@ -222,9 +178,10 @@ class FloatLinear {
 
 // One thread's part of a linear layer. All threads of a parallel region call it, and must meet after it.
 void linear_part(const Linear &call, float *scratch) {
+    constexpr int FEWEST = 17;  // tokens for which a tile is worth its making, beyond MAX_ROWS of Python
 #if defined(__AVX2__) && !defined(__AVX512F__)
     const bool has_digits = call.pairs && call.format == Format::int4 && call.float_format == Format::bfloat16;
-    if (!has_digits && call.tokens >= PanelLinear::FEWEST) return PanelLinear(call, scratch).run();
+    if (!has_digits && call.tokens >= FEWEST) return PanelLinear<FloatPanels>(call, scratch).run();
 #endif
     if (call.pairs) switch (call.float_format) {
             case Format::bfloat16:
@@ -235,14 +192,13 @@ void linear_part(const Linear &call, float *scratch) {
                 return linear_groups<Format::float32>(call, scratch);
         }
 #if defined(__AVX512BF16__)
-    if (call.format == Format::bfloat16 && call.float_format == Format::bfloat16)
+    const bool has_pairs = call.format == Format::bfloat16 && call.float_format == Format::bfloat16;
+    if (has_pairs && call.tokens >= FEWEST && call.in % 2 == 0) return PanelLinear<PairPanels>(call, scratch).run();
+    if (has_pairs)
         return FloatLinear<Format::bfloat16, true>(call, reinterpret_cast<const std::uint16_t *>(call.inputs)).run();
 #endif
 #if defined(__AVX512VNNI__)
-    if (call.format == Format::int8 && call.in <= DigitLinear<Format::bfloat16>::MOST) {
-        if (call.float_format == Format::bfloat16) return DigitLinear<Format::bfloat16>(call, scratch).run();
-        if (call.float_format == Format::float16) return DigitLinear<Format::float16>(call, scratch).run();
-    }
+    if (call.format == Format::int8 && call.float_format == Format::bfloat16 && call.in <= DigitLinear::MOST) return DigitLinear(call, scratch).run();
 #endif
     const float *inputs = reinterpret_cast<const float *>(call.inputs);
     if (call.float_format != Format::float32) {

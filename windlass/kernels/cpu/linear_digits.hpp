@@ -55,11 +55,7 @@ struct RunSums {
 // codes that are read `ONCE` pass by the next one, which keeps what other code reads.
 template <int BYTES, bool ONCE = false>
 inline void ask_ahead(const std::uint8_t *codes) {
-#if defined(__AVX512F__)
-    constexpr bool IS_PAST = false;
-#else
     constexpr bool IS_PAST = ONCE;
-#endif
     constexpr int SOON = IS_PAST ? 1024 : 512, LATER = 8192;
     UNROLLED for (int line = 0; line < BYTES; line += LINE) {
         __builtin_prefetch(codes + SOON + line, 0, IS_PAST ? 0 : 3);
@@ -208,7 +204,7 @@ struct RunSumsOf64 {
     template <int T>
     __attribute__((noinline)) static void multiply(const std::uint8_t *codes, int run, RunInputs<Whole> inputs,
                                                    const std::int32_t (&excess)[T], Floats (&sums)[T][VECTORS]) {
-        multiply<T>([&](int k, Codes &quads) __attribute__((always_inline)) { ask_ahead<STEP * ROW_BYTES>(codes + k * ROW_BYTES), read(codes + k * ROW_BYTES, quads); },
+        multiply<T>([&](int k, Codes &quads) __attribute__((always_inline)) { ask_ahead<STEP * ROW_BYTES, T == 1>(codes + k * ROW_BYTES), read(codes + k * ROW_BYTES, quads); },
                     run, inputs, excess, sums);
     }
     // As this, of codes that were unpacked once for many tokens.
@@ -243,25 +239,29 @@ struct RunSumsOf64 {
         __m512i own[T][VECTORS];
         UNROLLED for (int t = 0; t < T; ++t)
             UNROLLED for (int i = 0; i < VECTORS; ++i) own[t][i] = _mm512_set1_epi32(-excess[t]);
-        for (int k = 0; k < run; k += 4) {
+        const auto step = [&](int k) __attribute__((always_inline)) {
             Codes quads;
             next(k, quads);
             UNROLLED for (int t = 0; t < T; ++t) {
                 const __m512i x = four(inputs.first + t * inputs.stride + k);
                 UNROLLED for (int i = 0; i < VECTORS; ++i) add_products(own[t][i], quads[i], x);
             }
-        }
+        };
+        if (run == RUN)
+            UNROLLED for (int k = 0; k < RUN; k += 4) step(k);
+        else
+            for (int k = 0; k < run; k += 4) step(k);
         UNROLLED for (int t = 0; t < T; ++t)
             UNROLLED for (int i = 0; i < VECTORS; ++i) sums[t][i] = (Floats)_mm512_cvtepi32_ps(own[t][i]);
-    }
-    // Not by the intrinsic, for which GCC 12 copies each sum twice.
-    __attribute__((always_inline)) static void add_products(__m512i &sum, __m512i codes, __m512i x) {
-        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
     }
     __attribute__((always_inline)) static __m512i four(const std::int8_t *digits) {
         int word;
         __builtin_memcpy(&word, digits, 4);
         return _mm512_set1_epi32(word);
+    }
+    // Not by the intrinsic, for which GCC 12 copies each sum twice.
+    __attribute__((always_inline)) static void add_products(__m512i &sum, __m512i codes, __m512i x) {
+        asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
     }
     __attribute__((always_inline)) static void read(const std::uint8_t *row, Codes &quads) {
         if constexpr (CODES == Format::int4) {
@@ -407,12 +407,7 @@ class DigitGroups {
         Sums::in_order(results);
         const int first = block * BLOCK;
         if (first + BLOCK <= call.out && !call.bias) {
-            const std::int64_t at = (std::int64_t(token) * call.out + first) * 2;
-            UNROLLED for (int i = 0; i < VECTORS; ++i) {
-                Floats own = rounded_lanes<Format::bfloat16>(results[i]);
-                if (call.added) own += Row<Format::bfloat16>::lanes(call.added + at, i * LANES, 0);
-                store_rounded<Format::bfloat16>(call.result + at + i * LANES * 2, own);
-            }
+            put_brains<VECTORS>(call, first, token, results);
             return;
         }
         alignas(LINE) float sums[BLOCK];
@@ -519,7 +514,8 @@ class DigitGroups {
             std::int8_t *high = digits + place + std::int64_t(token) * call.in, *low = high + call.in;
             Ints highs{}, lows{};
             for (int i = 0; i < vectors; ++i) {
-                const Ints whole = is_finite ? (Ints)(inputs[i] * by + ROUNDER) - (Ints)all(ROUNDER) : Ints{};
+                const Floats scaled = once(inputs[i] * by);  // rounded, with any instruction set
+                const Ints whole = is_finite ? (Ints)(scaled + ROUNDER) - (Ints)all(ROUNDER) : Ints{};
                 if constexpr (Sums::UNIT == 1) {
                     put_narrow<Shorts>(wholes + place + i * LANES, whole);
                     lows += whole;

@@ -95,6 +95,17 @@ inline void put_results(const Linear &call, int row, int token, float *sums, int
     put_row(call.float_format, call.result + at, sums, count);
 }
 
+// The results of a token from `first` on, in bfloat16 and without a bias.
+template <int VECTORS>
+inline void put_brains(const Linear &call, int first, std::int64_t token, const Floats *sums) {
+    const std::int64_t at = (token * call.out + first) * 2;
+    UNROLLED for (int i = 0; i < VECTORS; ++i) {
+        Floats own = rounded_lanes<Format::bfloat16>(sums[i]);
+        if (call.added) own += Row<Format::bfloat16>::lanes(call.added + at, i * LANES, 0);
+        store_rounded<Format::bfloat16>(call.result + at + i * LANES * 2, own);
+    }
+}
+
 // The common parts of all kernels below: inputs and their sums by group, in float32, and the loop over blocks.
 template <Format F>
 class Grouped {
@@ -213,7 +224,7 @@ class GroupLinear {
                 UNROLLED for (int t = 0; t < T; ++t) {
                     const Floats sum = all(shared.sums[std::int64_t(token + t) * shared.groups + group]);
                     float *to = results[t] + first;
-                    store(to, load<Floats>(to) + sums_of[t][c][half] * scales + sum * zeros);
+                    store(to, fused(sums_of[t][c][half], scales, fused(sum, zeros, load<Floats>(to))));
                 }
             }
     }
@@ -300,7 +311,7 @@ class NibblePairs {
         constexpr int FIRST = (S & 1) * 2;
         const Floats scale = in_order_of<S>(scales[FIRST], scales[FIRST + 1], std::make_index_sequence<LANES>{});
         const Floats zero = in_order_of<S>(zeros[FIRST], zeros[FIRST + 1], std::make_index_sequence<LANES>{});
-        UNROLLED for (int t = 0; t < T; ++t) results[t][S] += sums_of[t][S & 3] * scale + totals[t] * zero;
+        UNROLLED for (int t = 0; t < T; ++t) results[t][S] = fused(sums_of[t][S & 3], scale, fused(totals[t], zero, results[t][S]));
     }
 
     template <int T, int FIRST, int HALVES>
@@ -379,18 +390,6 @@ inline void linear_groups(const Linear &call, float *scratch) {
         if (call.block == 64) return GroupLinear<F, Format::int4, 64>(call, scratch).run();
         GroupLinear<F, Format::int4, 32>(call, scratch).run();
     }
-}
-
-// Lane i of v[j] becomes lane j of v[i].
-template <int STEP = LANES / 2>
-inline void transpose(Floats (&v)[LANES]) {
-    constexpr auto all_lanes = std::make_index_sequence<LANES>{};
-    UNROLLED for (int i = 0; i < LANES; ++i)
-        if (!(i & STEP)) {
-            const Floats a = v[i], b = v[i + STEP];
-            v[i] = halves<STEP, 0>(a, b, all_lanes), v[i + STEP] = halves<STEP, 1>(a, b, all_lanes);
-        }
-    if constexpr (STEP > 1) transpose<STEP / 2>(v);
 }
 
 // The codes of LANES outputs from `first` on, which stand in one block.

@@ -1,10 +1,9 @@
-// Linear layers of 8-bit weights in whole numbers, for inputs of 16 bits. Included by `linear.cpp`.
+// Linear layers of 8-bit weights in whole numbers, for inputs of bfloat16. Included by `linear.cpp`.
 
 #if defined(__AVX512VNNI__)
 // A token's inputs are rounded to whole numbers, of which the largest is 127 * 256, and cut into two signed digits:
 // x = (d0 * 256 + d1) * unit. Products of digits and codes add up without rounding. The instruction takes one factor
 // without sign: 128 is added to the codes, and the excess of the result is computed from the sum of the digits.
-template <Format F>
 class DigitLinear {
     static constexpr int DIGITS = 2;
     static constexpr float LARGEST = 127 * 256;   // whole number
@@ -29,18 +28,19 @@ class DigitLinear {
     }
 
     template <int R, int T>
-    void outputs(int row, int token) {
+    void outputs(int row, int token, int apart) {
+        const std::int64_t row_bytes = apart * in;
         const std::uint8_t *weights = call.weights + row * in;
         const std::int8_t *from = digits + token * stride * DIGITS;
         __m512i sums_of[DIGITS][R * T];
         UNROLLED for (int d = 0; d < DIGITS; ++d)
             UNROLLED for (int i = 0; i < R * T; ++i) sums_of[d][i] = _mm512_setzero_si512();
         const int lines = int(in / LINE);
-        stream<R>(weights, in, lines, 1, token == 0, [&](int line) __attribute__((always_inline)) {
+        stream<R>(weights, row_bytes, lines, 1, token == 0, token + T == call.tokens, [&](int line) __attribute__((always_inline)) {
             const std::int64_t i = std::int64_t(line) * LINE;
             UNROLLED for (int r = 0; r < R; ++r) {
                 const __m512i codes =
-                    _mm512_xor_si512(_mm512_loadu_si512(weights + r * in + i), _mm512_set1_epi8(char(0x80)));
+                    _mm512_xor_si512(_mm512_loadu_si512(weights + r * row_bytes + i), _mm512_set1_epi8(char(0x80)));
                 UNROLLED for (int t = 0; t < T; ++t)
                     UNROLLED for (int d = 0; d < DIGITS; ++d)
                         sums_of[d][t * R + r] =
@@ -55,7 +55,7 @@ class DigitLinear {
         add_lanes<DIGITS * R * T>(held, totals);
         for (int r = 0; r < R; ++r)
             for (std::int64_t i = std::int64_t(lines) * LINE; i < in; ++i) {
-                const int code = (std::int8_t(weights[r * in + i])) + 128;
+                const int code = (std::int8_t(weights[r * row_bytes + i])) + 128;
                 for (int t = 0; t < T; ++t)
                     for (int d = 0; d < DIGITS; ++d)
                         totals[(d * T + t) * R + r] += code * from[(t * DIGITS + d) * stride + i];
@@ -67,7 +67,7 @@ class DigitLinear {
                 double total = 0;
                 for (int d = 0; d < DIGITS; ++d)
                     total = total * 256 + double(totals[(d * T + t) * R + r] - 128 * std::int64_t(added[d]));
-                put_result(call, row + r, token + t, float(total * scale_of(call, row + r) * unit));
+                put_result(call, row + r * apart, token + t, float(total * scale_of(call, row + r * apart) * unit));
             }
         }
     }
@@ -103,10 +103,10 @@ class DigitLinear {
     // LANES inputs of a token from `i` on, with zeros behind the last one.
     Floats inputs(int token, std::int64_t i) const {
         const std::uint8_t *from = call.inputs + (token * in + i) * 2;
-        if (i + LANES <= in) return Row<F>::lanes(from, 0, 0);
+        if (i + LANES <= in) return Row<Format::bfloat16>::lanes(from, 0, 0);
         std::uint8_t last[LANES * 2] = {};
         if (i < in) std::memcpy(last, from, (in - i) * 2);
-        return Row<F>::lanes(last, 0, 0);
+        return Row<Format::bfloat16>::lanes(last, 0, 0);
     }
 
     void cut(int token) {
