@@ -198,7 +198,7 @@ def test_what_is_no_number_stays_in_its_row(value: float, kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_inputs_beside_an_outlier_are_rounded_to_a_part_of_it(dtype: torch.dtype, instruction_set: str) -> None:
-    """Those of bfloat16, where whole numbers are multiplied by weights with a scale for each output. Others stay."""
+    """Whole numbers, which have a unit for each row, are multiplied where inputs are bfloat16. Others stay."""
     call = made((3, 21, 515), dtype, "int8", False)
     assert isinstance(call.layer.weights, Tensor)
     call.inputs[1, 77] = 3000.0
