@@ -10,8 +10,8 @@ inline void store_half(std::uint16_t *to, Floats v) {
     __builtin_memcpy(to, &narrow, 32);
 }
 
-// Memory that is read after these keys: the values of their slots, and keys. It is prefetched all the time: keys as
-// many while keys are read as while values are read.
+// Memory that is read after these keys: the values of their slots, and keys. It is prefetched all the time, few lines at
+// once, as more would wait for each other: keys as many while keys are read as while values are read.
 struct Next {
     Ahead values, keys;
 
@@ -181,11 +181,11 @@ void multiply_narrow(const std::uint16_t *queries, std::size_t stride, Keys keys
     for (int q = 0; IS_WIDE && q < REAL; ++q)
         for (int v = 0; v < 4; ++v) wide[q][v] = Row<Format::bfloat16>::lanes((const std::uint8_t *)(queries + q * Keys::STRIDE) + 32 * v, 0, 0);
     for (int j = 0; j < count; j += 16) {
-        next.values.fetch(j, j + 16);
-        next.keys.fetch(j, j + 8);
         Floats products[QUERIES];
 #pragma GCC unroll 4
         for (int part = 0; part < QUERIES; ++part) {
+            next.values.fetch(j + part * KEYS, j + (part + 1) * KEYS);
+            next.keys.fetch(j + part * KEYS / 2, j + (part + 1) * KEYS / 2);
             products[part] = fold_keys<QUERIES, KEYS>(0, [&](int key) __attribute__((always_inline)) {
                 Floats sums[QUERIES] = {};
                 if constexpr (IS_WIDE) {
@@ -286,12 +286,15 @@ void add_narrow(const float *weights, NarrowValues values, int at, Ahead ahead, 
         }
     };
     for (int j = 0; j < values.count; j += LANES) {
-        ahead.fetch(j + 8, j + 16);
-        if (!values.is_seen[j / LANES]) continue;
+        if (!values.is_seen[j / LANES]) {
+            ahead.fetch(j + 8, j + 16);
+            continue;
+        }
         const std::uint8_t *row = values.rows + j * values.row_bytes;
         const float *weight = weights + j / 2;
-        int left = values.count - j < LANES ? values.count - j : LANES;
-        for (; left >= 2; left -= 2, row += 2 * values.row_bytes, ++weight) add(row, row + values.row_bytes, weight);
+        int left = values.count - j < LANES ? values.count - j : LANES, asked = j + 8;
+        for (; left >= 2; left -= 2, row += 2 * values.row_bytes, ++weight, ++asked)
+            ahead.fetch(asked, asked + 1), add(row, row + values.row_bytes, weight);
         if (left) add(row, row, weight);  // the slot after it has weight 0
     }
     for (int q = 0; q < QUERIES; ++q)
@@ -317,6 +320,7 @@ void add_all_narrow(float *weights, int queries, const NarrowValues &values, int
     int q = 0;
     for (; q + 4 <= queries; q += 4, ahead.row_bytes = 0)
         add_narrow<F, 4>(weights + q * BLOCK / 2, values, channels, ahead, sum + q * sum_stride, sum_stride);
+    if (queries - q == 3) return add_narrow<F, 3>(weights + q * BLOCK / 2, values, channels, ahead, sum + q * sum_stride, sum_stride);
     for (; q + 2 <= queries; q += 2, ahead.row_bytes = 0)
         add_narrow<F, 2>(weights + q * BLOCK / 2, values, channels, ahead, sum + q * sum_stride, sum_stride);
     for (; q < queries; ++q, ahead.row_bytes = 0)
@@ -362,12 +366,15 @@ void add_group_codes(const GroupWeights &weights, GroupedValues values, Ahead ah
         }
     };
     for (int j = 0; j < values.count; j += LANES) {
-        ahead.fetch(j + 8, j + 16);
-        if (!values.is_seen[j / LANES]) continue;
+        if (!values.is_seen[j / LANES]) {
+            ahead.fetch(j + 8, j + 16);
+            continue;
+        }
         const std::uint8_t *row = values.rows + j * values.row_bytes;
         const int left = values.count - j < LANES ? values.count - j : LANES;
-        int i = 0;
-        for (; i + 2 <= left; i += 2, row += 2 * values.row_bytes) add(row, row + values.row_bytes, (j + i) / 2);
+        int i = 0, asked = j + 8;
+        for (; i + 2 <= left; i += 2, row += 2 * values.row_bytes, ++asked)
+            ahead.fetch(asked, asked + 1), add(row, row + values.row_bytes, (j + i) / 2);
         if (i < left) add(row, row, (j + i) / 2);  // the slot after it has weight 0
     }
     const auto add_to = [](float *sum, const Floats (&found)[2]) {
