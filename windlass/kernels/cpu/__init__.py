@@ -51,7 +51,8 @@ SHARED_QUERIES: Final = 1024  # of a key, at most, in more tokens than these few
 MAX_CHANNELS: Final = 1024
 GROUPS: Final = (0, 16, 32)  # channels that share a scale and an offset, where new codes are made
 MAX_ROWS: Final = 16  # inputs of the compiled `linear` at once
-MAX_MANY_ROWS: Final = 512  # the same, where `has_digits` or `has_panels`
+MAX_MANY_ROWS: Final = 256  # the same, where `has_digits` or `has_panels`
+MAX_PAIR_ROWS: Final = 512  # the same, in panels of pairs, of which 256 rows give two threads uneven parts
 FLOAT_ROWS: Final = 32  # tokens of a decoder layer of bfloat16, beyond which PyTorch's products are faster
 # Queries of which any number is attended faster than by PyTorch, by instruction set.
 FAST_QUERIES: Final = {"avx512_bf16": (torch.bfloat16,), "avx2": (torch.float32, torch.bfloat16, torch.float16)}
@@ -254,7 +255,9 @@ def has_digits(layer: LinearLayer, dtype: torch.dtype) -> bool:
 
 def rows_at_once(layer: LinearLayer, dtype: torch.dtype) -> int:
     """The most inputs that the compiled module takes at once, which bounds its scratch memory."""
-    return MAX_MANY_ROWS if has_digits(layer, dtype) or has_panels(layer, dtype) else MAX_ROWS
+    if has_panels(layer, dtype):
+        return MAX_PAIR_ROWS if instruction_set() == "avx512_bf16" else MAX_MANY_ROWS
+    return MAX_MANY_ROWS if has_digits(layer, dtype) else MAX_ROWS
 
 
 def even_parts(rows: int, most: int) -> Iterator[tuple[int, int]]:
