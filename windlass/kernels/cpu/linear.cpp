@@ -26,7 +26,7 @@ namespace {
 constexpr int STREAMS = 4;  // of weights that a thread reads at once
 constexpr int LINE = 64;    // bytes of a cache line
 #if defined(__AVX512F__)
-constexpr int SOON = 1024;  // bytes of a stream that are asked for before they are read
+constexpr int SOON = 1024;  // bytes of a stream by which it is prefetched ahead
 #else
 constexpr int SOON = 640;
 #endif
@@ -35,7 +35,7 @@ constexpr int SOON = 640;
 #define UNROLLED _Pragma("GCC unroll 16")
 
 // Calls `add(i)` for each full step of some rows of `lines` lines, each of `steps` steps. The rows are `apart` bytes from each
-// other, and each of them goes on in the next row. They are asked for ahead if they are read for the first time (`is_first`).
+// other, and each of them goes on in the next row. They are prefetched if they are read for the first time (`is_first`).
 // Where nothing reads them again (`is_once`), their lines pass by the second and third cache, which keep what other code reads.
 template <int ROWS_HERE, class Add>
 inline void stream(const std::uint8_t *rows, std::int64_t apart, int lines, int steps, bool is_first, bool is_once, Add add) {

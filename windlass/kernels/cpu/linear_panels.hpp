@@ -9,10 +9,10 @@ class PairPanels {
   public:
     using Tile = PairTile;
     static constexpr int PER_NUMBER = 2, DEPTH = 512, TILES = 1;  // inputs of a number, numbers of a column of a tile, tiles of a panel
+    static constexpr bool READS_INPUTS = false;
 
     PairPanels(const Linear &call, float *) : call(call) {}
 
-    void read_inputs(int) const {}
     const std::uint32_t *inputs(std::int64_t token) const {
         return reinterpret_cast<const std::uint32_t *>(call.inputs) + token * (call.in / PER_NUMBER);
     }
@@ -34,8 +34,8 @@ class PairPanels {
             }
     }
 
-    // Asks for the weights of output `row`, which a later panel lays.
-    void ask(int row, int at, int depth) const {
+    // Prefetches the weights of output `row`, which a later panel lays.
+    void prefetch(int row, int at, int depth) const {
         if (row >= call.out) return;
         const std::uint8_t *weights = call.weights + (row * std::int64_t(call.in) + at * PER_NUMBER) * 2;
         for (int byte = 0; byte < depth * 4; byte += LINE) __builtin_prefetch(weights + byte, 0, 2);
@@ -50,6 +50,7 @@ class FloatPanels {
   public:
     using Tile = FloatTile;
     static constexpr int PER_NUMBER = 1, DEPTH = 256, TILES = 2;
+    static constexpr bool READS_INPUTS = true;
 
     FloatPanels(const Linear &call, float *scratch) : call(call), own(scratch) {}
 
@@ -58,7 +59,7 @@ class FloatPanels {
         read_row(call.float_format, call.inputs + at * bytes_of(call.float_format), call.in, own + at);
     }
     const float *inputs(std::int64_t token) const { return own + token * call.in; }
-    void ask(int, int, int) const {}
+    void prefetch(int, int, int) const {}
     void lay(int first, int at, int depth, float *tile) const {
         for (int v = 0; v < Tile::COLUMNS; v += LANES)
             if (!call.pairs)
@@ -98,8 +99,7 @@ class FloatPanels {
 };
 #endif
 
-// `Panels` reads a token's inputs, and lays `depth` numbers of each of a tile's outputs `first` and following, from number
-// `at` on.
+// `Panels` says how inputs and weights stand in tiles.
 template <class Panels>
 class PanelLinear {
     using Tile = typename Panels::Tile;
@@ -115,8 +115,10 @@ class PanelLinear {
     void run() {
         const int count = (call.out + OUTPUTS - 1) / OUTPUTS, wanted = (4 * omp_get_num_threads() + count - 1) / count;
         const int size = std::clamp((call.tokens + wanted - 1) / wanted, LEAST, MOST), parts = (call.tokens + size - 1) / size;
+        if constexpr (Panels::READS_INPUTS) {
 #pragma omp for schedule(static)
-        for (int token = 0; token < call.tokens; ++token) panels.read_inputs(token);
+            for (int token = 0; token < call.tokens; ++token) panels.read_inputs(token);
+        }
 #pragma omp for schedule(dynamic, 1) nowait
         for (int item = 0; item < count * parts; ++item) {
             const int first = item % parts * size;
@@ -138,7 +140,7 @@ class PanelLinear {
             for (int t = 0; t < TILES; ++t) panels.lay(first + t * COLUMNS, at, depth, tiles[t]);
             const auto multiply_all = [&](auto is_sum) {
                 for (int row = 0; row < count; row += LEAST) {
-                    for (int r = row * OUTPUTS / count; r < std::min(row + LEAST, count) * OUTPUTS / count; ++r) panels.ask(first + OUTPUTS + r, at, depth);
+                    for (int r = row * OUTPUTS / count; r < std::min(row + LEAST, count) * OUTPUTS / count; ++r) panels.prefetch(first + OUTPUTS + r, at, depth);
                     for (int t = 0; t < TILES; ++t)
                         multiply_tile<Tile, Tile::VECTORS, is_sum>(std::min(LEAST, count - row), panels.inputs(token + row) + at, numbers,
                                                                    tiles[t], COLUMNS, depth, sums + row * OUTPUTS + t * COLUMNS, OUTPUTS);
@@ -157,7 +159,7 @@ class PanelLinear {
 
     // A token's results of outputs from `first` on. Overwrites `sums`.
     void put(float *sums, const float *bias, std::int64_t token, int first, int count) const {
-        if (Panels::PER_NUMBER == 2 && count == OUTPUTS) {
+        if (Panels::PER_NUMBER == 2 && count == OUTPUTS) {  // of bfloat16
             for (int i = 0; i < OUTPUTS; i += LANES) store(sums + i, load<Floats>(sums + i) + load<Floats>(bias + i));
             return put_brains<OUTPUTS / LANES>(call, first, token, reinterpret_cast<const Floats *>(sums));
         }

@@ -11,7 +11,7 @@ inline void store_half(std::uint16_t *to, Floats v) {
 }
 
 // Memory that is read after these keys: the values of their slots, and keys. It is prefetched all the time, few lines at
-// once, as more would wait for each other: keys as many while keys are read as while values are read.
+// once: keys as many while keys are read as while values are read.
 struct Next {
     Ahead values, keys;
 
@@ -292,9 +292,9 @@ void add_narrow(const float *weights, NarrowValues values, int at, Ahead ahead, 
         }
         const std::uint8_t *row = values.rows + j * values.row_bytes;
         const float *weight = weights + j / 2;
-        int left = values.count - j < LANES ? values.count - j : LANES, asked = j + 8;
-        for (; left >= 2; left -= 2, row += 2 * values.row_bytes, ++weight, ++asked)
-            ahead.fetch(asked, asked + 1), add(row, row + values.row_bytes, weight);
+        int left = values.count - j < LANES ? values.count - j : LANES, fetched = j + 8;
+        for (; left >= 2; left -= 2, row += 2 * values.row_bytes, ++weight, ++fetched)
+            ahead.fetch(fetched, fetched + 1), add(row, row + values.row_bytes, weight);
         if (left) add(row, row, weight);  // the slot after it has weight 0
     }
     for (int q = 0; q < QUERIES; ++q)
@@ -372,9 +372,9 @@ void add_group_codes(const GroupWeights &weights, GroupedValues values, Ahead ah
         }
         const std::uint8_t *row = values.rows + j * values.row_bytes;
         const int left = values.count - j < LANES ? values.count - j : LANES;
-        int i = 0, asked = j + 8;
-        for (; i + 2 <= left; i += 2, row += 2 * values.row_bytes, ++asked)
-            ahead.fetch(asked, asked + 1), add(row, row + values.row_bytes, (j + i) / 2);
+        int i = 0, fetched = j + 8;
+        for (; i + 2 <= left; i += 2, row += 2 * values.row_bytes, ++fetched)
+            ahead.fetch(fetched, fetched + 1), add(row, row + values.row_bytes, (j + i) / 2);
         if (i < left) add(row, row, (j + i) / 2);  // the slot after it has weight 0
     }
     const auto add_to = [](float *sum, const Floats (&found)[2]) {
