@@ -242,6 +242,36 @@ def test_readers_and_forgotten_steps_leave_what_layers_by_themselves_leave(
     assert_same(*caches)
 
 
+@pytest.mark.parametrize("store", ["plain", "int4"])
+@pytest.mark.parametrize("positions", ["auto", "compact"])
+@pytest.mark.parametrize("length", [7, 122, 250])
+def test_rows_with_far_more_slots_than_tokens_leave_what_layers_by_themselves_leave(
+    length: int, positions: str, store: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of two lengths go on past the end of a block of slots, one more after the other was cleared."""
+    model, text = windlass.attach(tiny_model("qwen3")), tokens(length + 40, 2)
+    options: dict[str, Any] = {"batch": 2, "budget": 700, "store": store, "positions": positions, "rollback": 2}
+    caches, outs = [KVCache(model, **options) for _ in range(2)], list[Tensor]()
+    for cache, is_whole in zip(caches, (True, False), strict=True):
+        calls.clear()
+        with monkeypatch.context() as patched:
+            if not is_whole:
+                patched.setattr(WholeDecoder, "output", lambda *_: None)
+            mask = torch.ones(2, length, dtype=torch.long)
+            mask[1, : length // 2] = 0
+            model(text[:, :length], attention_mask=mask, past_key_values=cache)
+            for at in range(length, length + 20):
+                outs.append(model(text[:, at : at + 1], past_key_values=cache).logits)
+            cache.rollback(2)
+            cache.clear_row(0)
+            for at in range(length + 20, length + 40):
+                outs.append(model(text[:, at : at + 1], past_key_values=cache).logits)
+        assert len(calls) >= 38 * is_whole
+        assert bool(calls) == is_whole
+    assert all(one.equal(other) for one, other in zip(outs[:40], outs[40:], strict=True))
+    assert_same(*caches)
+
+
 @dataclass(frozen=True)
 class ByLayer(KeyNorm):
     """Keeps the keys of the largest norm in every second layer."""

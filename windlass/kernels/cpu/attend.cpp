@@ -172,7 +172,8 @@ class Kernel {
         float *states_of = partial_of(row, split, first * call.group());
         for (std::size_t i = 0; i < states; ++i) states_of[i * sizes.partial_width] = HIDDEN, states_of[i * sizes.partial_width + 1] = UNWRITTEN;
         bool is_written = false;
-        const int start = split * piece(call), end = start + piece(call) < call.slots ? start + piece(call) : call.slots;
+        const int slots = call.has_mass() ? call.slots : std::min(call.used, call.slots);  // each slot has a mass
+        const int start = split * piece(call), end = std::min(start + piece(call), slots);
         BlockMask mask;
         for (int at = start; at < end; at += BLOCK) {
             const int count = at + BLOCK < end ? BLOCK : end - at;

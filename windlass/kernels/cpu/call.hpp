@@ -96,6 +96,7 @@ struct Attend {
     int observations;
     float *mass_rows;  // (batch, kv_heads, observations, slots), may be null
     float *mass_rest;  // (batch, kv_heads, slots), may be null
+    int used = INT32_MAX;  // slots from here on are free, and need not be looked at
 
     // Without masses, part number `number` of the queries of all heads.
     Attend part(int number) const {

@@ -66,6 +66,7 @@ class Decode {
         bool is_recalling;           // whether any of them was evicted
         const std::int64_t *row_sinks;  // see `Retain`
         Pins pins;
+        std::int64_t used = INT32_MAX;  // slots from here on are free, and stay free
     };
 
     // Floats of scratch that a step needs.
@@ -92,9 +93,11 @@ class Decode {
         Attend now = call;
         now.slot_positions = slot_positions;
         if (given.starts) recall(given, now, rest, scratch, threads);
+        // Slots of a block are read together. Recalled tokens may be in any free slot.
+        now.used = given.is_recalling ? call.slots : int(std::min<std::int64_t>((given.used + BLOCK - 1) / BLOCK * BLOCK, call.slots));
         if (call.pairs) {
             auto *keys = reinterpret_cast<std::int32_t *>(rest + key_positions(given));
-            reads.find(given.positions, now.batch, now.score_heads, now.slots, now.slot_positions, keys);
+            reads.find(given.positions, now.batch, now.score_heads, now.slots, now.used, now.slot_positions, keys);
             now.near = {reads.queries(), keys};
         }
         rest += 2 * key_positions(given);

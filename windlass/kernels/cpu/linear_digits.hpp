@@ -321,7 +321,11 @@ class DigitGroups {
             for (int token = 0; token < call.tokens; ++token) round(token);
         }
         if constexpr (Sums::HAS_UNPACKED)
-            if (call.tokens > Sums::FEW) {
+            if (call.tokens > Sums::FEW && call.tokens <= MOST) {  // each thread reads on where its hints were
+#pragma omp for schedule(static) nowait
+                for (int block = 0; block < blocks_of(call); ++block) outputs_of_many(block, 0, call.tokens);
+                return;
+            } else if (call.tokens > MOST) {
 #pragma omp for schedule(dynamic) collapse(2) nowait
                 for (int block = 0; block < blocks_of(call); ++block)
                     for (int token = 0; token < call.tokens; token += MOST)
@@ -452,9 +456,15 @@ class DigitGroups {
         if constexpr (CODES == Format::int4)
             if (call.is_by_block && call.pair_format == Format::float16 && !call.supers) return read_halves_of(block, first, last, to);
 #endif
+        const bool is_run = call.is_by_block && !call.supers;  // they lie one after the other
         const auto read = [&](Format format) __attribute__((always_inline)) {
+            const int bytes = bytes_of(format);
+            const std::uint8_t *from = call.pairs + (std::int64_t(block) * shared.groups + first) * call.columns * BLOCK * bytes;
             for (int g = first; g < last; ++g, ++to) {
-                for (int i = 0; i < VECTORS; ++i) pairs_of(call, format, g, block * BLOCK + i * LANES, (*to)[0][i], (*to)[1][i]);
+                if (is_run && call.columns == 1) UNROLLED for (int i = 0; i < VECTORS; ++i) (*to)[1][i] = Floats{};
+                for (int column = 0; is_run && column < call.columns; ++column, from += BLOCK * bytes)
+                    UNROLLED for (int i = 0; i < VECTORS; ++i) (*to)[column][i] = read_scales(format, from + i * LANES * bytes);
+                for (int i = 0; !is_run && i < VECTORS; ++i) pairs_of(call, format, g, block * BLOCK + i * LANES, (*to)[0][i], (*to)[1][i]);
                 Sums::in_order((*to)[0]), Sums::in_order((*to)[1]);
             }
         };

@@ -136,6 +136,8 @@ void gate_rows(const BoundLayer &bound, std::int64_t count, Address gate, Addres
 // All layers of a decoder, and their slots, in steps of one token per row. A step changes positions and state in place,
 // and notes in memory of its own how it is undone: which slots it wrote and evicted, and state that it observed.
 class DecoderSteps {
+    static constexpr std::int32_t EMPTY = -1, RESERVED = -2;
+
   public:
     // `held`: the most tokens of a row. `budget`: the most of them between steps, negative without a limit. In a layer
     // that recalls, `recall_positions` (batch, `recall_tokens`) are the positions of the store's tokens. Kv heads with
@@ -153,6 +155,13 @@ class DecoderSteps {
         std::vector<int> heads;
         bool is_first, is_last;  // of those of one decoder layer
         std::int64_t at = 0, state_at = 0, mass_at = 0, heads_at = 0;  // where its part of a step's memory begins
+        std::int64_t used = 0;                                         // slots of any row from here on are free
+
+        void count_used() {
+            for (const std::int32_t *row = positions; row < positions + rows * slots; row += slots)
+                for (std::int64_t slot = slots; slot > used; --slot)
+                    if (row[slot - 1] != EMPTY) used = slot;
+        }
     };
     struct Sizes {
         int batch, heads, kv_heads, head_dim, width, number_bytes;  // width: numbers of `hidden`
@@ -175,6 +184,7 @@ class DecoderSteps {
     };
 
     DecoderSteps(Sizes sizes, std::vector<Layer> held_layers) : sizes(sizes), layers(std::move(held_layers)) {
+        for (Layer &layer : layers) layer.count_used();
         for (std::size_t i = 1; i < layers.size(); ++i) {
             const Layer &before = layers[i - 1];
             layers[i].at = before.at + before.rows;
@@ -235,6 +245,7 @@ class DecoderSteps {
             before.emplace_back(layer.held, layer.has_evicted);
             layer.held += given.longest - (steps[i].evicted ? 1 : 0);
             layer.has_evicted |= steps[i].evicted != nullptr;
+            for (std::int64_t row = 0; row < layer.rows; ++row) layer.used = std::max(layer.used, steps[i].written[row] + 1);
         }
         ++count;
     }
@@ -271,7 +282,6 @@ class DecoderSteps {
     std::int64_t count = 0;  // steps that were taken, and not taken back
 
   private:
-    static constexpr std::int32_t EMPTY = -1, RESERVED = -2;
     Sizes sizes;
     std::vector<Layer> layers;
     std::vector<std::pair<std::int64_t, bool>> before;  // `held` and `has_evicted` of each layer before the latest step
@@ -327,7 +337,8 @@ class DecoderSteps {
                            layer.recall_positions ? given.starts : nullptr,
                            layer.recall_positions && layer.has_evicted,
                            given.row_sinks,
-                           given.pins};
+                           given.pins,
+                           layer.used + 1};  // the lowest free slot is written
         for (float *state : layer.state) step.state.push_back({state, state});
         for (const auto &[slots, stood] : released) step.released.push_back({slots + layer.at, stood + layer.at, 1});
         return step;

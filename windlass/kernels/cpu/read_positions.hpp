@@ -53,23 +53,24 @@ class ReadPositions {
 
     const std::int64_t *queries() const { return found.data(); }
 
-    // For queries at `positions`, negative for padding, and slots (batch, heads, slots): `keys` (batch, heads, slots), and
-    // `queries` (batch, heads). Free slots have a row of the table, too.
-    void find(const std::int64_t *positions, int batch, int heads, int slots, const std::int32_t *slot_positions, std::int32_t *keys) {
+    // For queries at `positions`, negative for padding, and the first `used` of slots (batch, heads, slots): `keys` (batch,
+    // heads, slots), and `queries` (batch, heads). Free slots have a row of the table, too.
+    void find(const std::int64_t *positions, int batch, int heads, int slots, int used, const std::int32_t *slot_positions,
+              std::int32_t *keys) {
         for (int row = 0; row < batch; ++row) {
             const bool is_ranked = positions[row] >= rule.ranked_from;
             const std::int64_t first = std::int64_t(row) * heads;
             std::int64_t most = 0;
             for (std::int64_t head = first; head < first + heads; ++head) {
                 const std::int32_t *held = slot_positions + head * slots;
-                if (is_ranked) rank(orders[head], held, slots, keys + head * slots);
+                if (is_ranked) rank(orders[head], held, used, keys + head * slots);
                 found[head] = is_ranked ? orders[head].size() - 1 : std::max<std::int64_t>(positions[row], 0);
                 most = std::max(most, found[head]);
             }
             const Steps steps = steps_of(rule.group_at(most));
             for (std::int64_t head = first; head < first + heads; ++head) {
                 const std::int32_t *held = slot_positions + head * slots;
-                read(steps, std::int32_t(std::max<std::int64_t>(positions[row], 0)), held, is_ranked ? keys + head * slots : held, slots,
+                read(steps, std::int32_t(std::max<std::int64_t>(positions[row], 0)), held, is_ranked ? keys + head * slots : held, used,
                      found[head], keys + head * slots);
             }
         }
