@@ -146,6 +146,45 @@ def test_nothing_is_left_of_a_cleared_row(attached_model: Models, text: Text, st
             assert len(tensor[1].unique()) <= 1, name
 
 
+@pytest.mark.parametrize("store", ["plain", "int8", "int4(newest=6)"])
+@pytest.mark.parametrize("slots", [1021, 1600])
+def test_rows_in_memory_of_pages_are_cleared_and_arranged(
+    attached_model: Models, text: Text, store: str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row of `slots` is no whole number of pages, and its free slots have bytes of tokens that are gone."""
+    monkeypatch.setattr("windlass.stores.base.LARGE", 1)
+    model, ids = attached_model("llama"), text(90, 4)
+    lane = cache_of(model, batch=4, budget=slots, policy="h2o", store=store, rollback=0)
+    read(model, lane, ids, 90)
+    lane.drop(60, 90)
+    alone = cache_of(model, budget=slots, policy="h2o", store=store, rollback=0)
+    read(model, alone, ids[1:2, :40], 40)
+    parts = [layer.store._allocated() for layer in lane.layers]
+    assert all(part[3].any() for own in parts for part in own.values())
+    clear_row(lane, 3)
+    assert not any(part[3].any() for own in parts for part in own.values())
+    was = copy.deepcopy(lane)
+    arrange_rows(lane, [2, None, 0])
+    kept = torch.tensor([2, 0])
+    for layer, before in zip(lane.layers, was.layers, strict=True):
+        is_held = before.positions[kept] >= 0
+        assert torch.equal(layer.positions[[0, 2]], before.positions[kept])
+        for now, then in ((layer.store.keys(), before.store.keys()), (layer.store.values(), before.store.values())):
+            assert torch.equal(
+                now[[0, 2]][is_held.expand(now[[0, 2]].shape[:3])], then[kept][is_held.expand(now[[0, 2]].shape[:3])]
+            )
+        for name, part in layer.store._allocated().items():
+            assert not part[1].any(), name
+            assert not part[[0, 2], :, 61:].any(), name
+    assert lane.tokens_seen == [was.tokens_seen[2], 0, was.tokens_seen[0]]
+    twin = copy.deepcopy(lane)
+    put_row(lane, 1, alone, is_clear=True)
+    put_row(twin, 1, alone)
+    for one, other in zip(lane.layers, twin.layers, strict=True):
+        for name, tensor in one.tensors().items():
+            assert tensor.equal(other.tensors()[name]), name
+
+
 def test_another_kind_of_cache_is_refused(attached_model: Models, text: Text) -> None:
     model = attached_model("llama")
     cache, other = cache_of(model, batch=2), cache_of(model, policy="h2o")

@@ -129,20 +129,27 @@ def test_bytes_never_exceed_the_formula(attached_model: Models, tokenizer: PreTr
 
 
 def test_a_canary_of_the_last_text_is_never_read(
-    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last text's keys and values become NaN: one that was read would make NaN of all."""
-    model = attached_model("llama")
+    """The last text's keys and values become NaN when it ends: one that was read would make NaN of all."""
+    model, release, poisoned = attached_model("llama"), Lane.release, list[int]()
     first, second = rows_of(text, 50, 22)
+
+    def poison(lane: Lane, row: int) -> None:
+        for layer in lane.cache.layers:
+            for tensor in (layer.store.packed_keys().data, layer.store.packed_values().data):
+                poisoned.append(tensor.fill_(torch.nan).shape[2])
+        release(lane, row)
+
+    monkeypatch.setattr(Lane, "release", poison)
     with running(model, tokenizer, rows=1) as engine:
         cache = engine._lanes[0].cache
         tokens_of(engine.submit(request_of(first, 5)))
         wait_for(lambda: engine.status().free_rows == 1)
+        assert min(poisoned) > 17
         for layer in cache.layers:
             for name, tensor in layer.tensors().items():
                 assert not bool(tensor.count_nonzero()) or name == "positions"
-            for tensor in (layer.store.packed_keys().data, layer.store.packed_values().data):
-                tensor.fill_(torch.nan)
         assert tokens_of(engine.submit(request_of(second, 9))) == alone(model, second, options_of(), 9)
 
 

@@ -332,12 +332,19 @@ def _check_range(start: int, end: int) -> None:
 
 
 @no_inference_mode
-def put_row(cache: CacheState, row: int, other: CacheState, source: int = 0, tokens: int | None = None) -> None:
+def put_row(
+    cache: CacheState,
+    row: int,
+    other: CacheState,
+    source: int = 0,
+    tokens: int | None = None,
+    is_clear: bool = False,
+) -> None:
     """Overwrite row `row` with row `source` of a cache with the same options: its tokens, positions and policy state.
 
     The caches may differ in their numbers of rows and their free slots. `other` does not change. Nothing of the old row
     remains, and no earlier step can be rolled back.
-    `tokens`: only its first so many, of a row that `holds_all`.
+    `tokens`: only its first so many, of a row that `holds_all`. `is_clear`: the row's memory holds zeros already.
 
     Raises: UsageError for a cache of another model, or with other options, naming the first that differs, and for
     `tokens` at which a recurrent layer has no checkpoint.
@@ -350,7 +357,7 @@ def put_row(cache: CacheState, row: int, other: CacheState, source: int = 0, tok
     prior = prior_states(other.recurrent, other.rows.rows, [beyond * (at == source) for at in range(other.batch_size)])
     copied = copied.rolled_back(beyond) if beyond else copied
     for mine, theirs in zip(cache.layers, other.layers_to_read, strict=True):
-        _put_slots(mine, row, theirs, source, cache.batch_size, copied)
+        _put_slots(mine, row, theirs, source, cache.batch_size, copied, is_clear)
     for own, its, states in zip(cache.recurrent, other.recurrent, prior, strict=True):
         given = states.get(source, {name: state[source] for name, state in its.tensors().items()})
         _put_states(own, row, given, cache.batch_size)
@@ -367,7 +374,11 @@ def clear_row(cache: CacheState, row: int) -> None:
     for layer in cache.layers:
         if not layer.is_empty:
             layer.forget_steps(0)
-            _clear(layer.table, row)
+            layer.table.clear_row(row)
+    _clear_beside(cache, row)
+
+
+def _clear_beside(cache: CacheState, row: int) -> None:
     for recurrent in cache.recurrent:
         recurrent.forget_steps()
         for tensor in recurrent.tensors().values():
@@ -382,10 +393,14 @@ def arrange_rows(cache: CacheState, rows: Sequence[int | None]) -> None:
     Memory is taken, and given back, one layer after the other. Afterwards no earlier step can be rolled back. After an
     error only `reset` makes the cache usable again.
     """
-    select_rows(cache, torch.tensor([0 if row is None else row for row in rows]))
-    for index, row in enumerate(rows):
-        if row is None:
-            clear_row(cache, index)
+    index = torch.tensor([row or 0 for row in rows])
+    for layer in cache.layers:
+        layer.arrange_rows(rows)
+    for recurrent in cache.recurrent:
+        recurrent.select_rows(index)
+    cache.rows, cache.options = cache.rows.selected(index.tolist()), replace(cache.options, batch=len(rows))
+    for new in [at for at, row in enumerate(rows) if row is None]:
+        _clear_beside(cache, new)
 
 
 def _check_alike(cache: CacheState, other: CacheState) -> None:
@@ -399,11 +414,13 @@ def _check_alike(cache: CacheState, other: CacheState) -> None:
             )
 
 
-def _put_slots(mine: SlotLayer, row: int, theirs: SlotLayer, source: int, batch: int, text: RowState) -> None:
+def _put_slots(
+    mine: SlotLayer, row: int, theirs: SlotLayer, source: int, batch: int, text: RowState, is_clear: bool
+) -> None:
     mine.forget_steps(0)
     if theirs.is_empty:
         if not mine.is_empty:
-            _clear(mine.table, row)
+            mine.table.clear_row(row)
         return
     table = theirs.table.packed(source, text.next_position)
     is_whole = not theirs.history.has_evicted or int((table.positions >= 0).sum(-1).min()) == text.tokens_seen
@@ -414,9 +431,9 @@ def _put_slots(mine: SlotLayer, row: int, theirs: SlotLayer, source: int, batch:
         table.recall, mine.table = recall, table
         for index in range(batch):
             if index != row:
-                _clear(table, index)
+                table.clear_row(index)
     else:
-        _put_table(mine, row, table)
+        _put_table(mine, row, table, is_clear)
     mine.history = mine.history._replace(has_evicted=mine.history.has_evicted or not is_whole)
     if mine.table.recall is not None and theirs.table.recall is not None:
         mine.table.recall.clear_row(row)
@@ -426,14 +443,14 @@ def _put_slots(mine: SlotLayer, row: int, theirs: SlotLayer, source: int, batch:
     mine.table.count()
 
 
-def _put_table(mine: SlotLayer, row: int, packed: SlotTable) -> None:
+def _put_table(mine: SlotLayer, row: int, packed: SlotTable, is_clear: bool) -> None:
     """Overwrite a row with the only one of a table, whose tokens lie in its first slots."""
     table = mine.table
     if packed.slots > table.slots:
         mine.resize(packed.slots)
     if table.score_heads < packed.score_heads:
         table.split_heads()
-    table.store.put_row(packed.store, row)
+    table.store.put_row(packed.store, row, is_clear)
     table.positions[row], slots = EMPTY, packed.slots
     table.positions[row, :, :slots] = packed.positions[0]
     for name, tensor in table.state.items():
@@ -443,20 +460,6 @@ def _put_table(mine: SlotLayer, row: int, packed: SlotTable) -> None:
         name: with_row(table.statistics.get(name), row, tensor, len(table.positions))
         for name, tensor in packed.statistics.items()
     }
-
-
-def _clear(table: SlotTable, row: int) -> None:
-    table.store.clear_row(row)
-    table.positions[row] = EMPTY
-    for tensor in table.state.values():
-        tensor[row] = 0
-    table.statistics = {
-        name: with_row(tensor, row, torch.zeros_like(tensor[:1]), len(tensor))
-        for name, tensor in table.statistics.items()
-    }
-    if table.recall is not None:
-        table.recall.clear_row(row)
-    table.count()
 
 
 def _put_states(mine: RecurrentLayer, row: int, given: dict[str, Tensor], batch: int) -> None:

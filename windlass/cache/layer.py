@@ -327,6 +327,12 @@ class SlotLayer(Layer):
             self.forget_steps(0)
             self.table.select_rows(rows)
 
+    def arrange_rows(self, rows: Sequence[int | None]) -> None:
+        """See `SlotTable.arrange_rows`. Earlier steps can't be rolled back after it."""
+        if not self.is_empty:
+            self.forget_steps(0)
+            self.table.arrange_rows(rows)
+
     def copy_row(self, source: int, target: int) -> None:
         if not self.is_empty:
             self.forget_steps(0)

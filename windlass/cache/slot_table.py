@@ -260,12 +260,43 @@ class SlotTable:
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
         self.store.select_rows(rows)
+        self._select_beside(rows)
+        self.count()  # the longest row may be gone
+
+    def _select_beside(self, rows: Tensor) -> None:
         if self.recall is not None:
             self.recall.select_rows(rows)
         self.positions = self.positions.index_select(0, rows)
         self.state = {name: tensor.index_select(0, rows) for name, tensor in self.state.items()}
         self.statistics = {name: tensor.index_select(0, rows) for name, tensor in self.statistics.items()}
-        self.count()  # the longest row may be gone
+
+    def arrange_rows(self, rows: Sequence[int | None]) -> None:
+        """Keep these batch rows, each named once, in that order. None stands for a row without tokens."""
+        used = (self.positions != EMPTY).flatten(0, 1).any(0).nonzero()
+        is_short = self.recall is None and len(used) > 0  # else free slots may have recalled tokens
+        self.store.arrange_rows(rows, int(used[-1]) + 1 if is_short else self.slots)
+        self._select_beside(torch.tensor([row or 0 for row in rows], device=self.positions.device))
+        for target, source in enumerate(rows):
+            if source is None:
+                self._clear_beside(target)
+        self.count()
+
+    def clear_row(self, row: int) -> None:
+        """Let row `row` hold nothing, and its memory zeros."""
+        self.store.clear_row(row)
+        self._clear_beside(row)
+        self.count()
+
+    def _clear_beside(self, row: int) -> None:
+        self.positions[row] = EMPTY
+        for tensor in self.state.values():
+            tensor[row] = 0
+        self.statistics = {
+            name: with_row(tensor, row, torch.zeros_like(tensor[:1]), len(tensor))
+            for name, tensor in self.statistics.items()
+        }
+        if self.recall is not None:
+            self.recall.clear_row(row)
 
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""

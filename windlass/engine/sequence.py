@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cache.edits import arrange_rows, holds_all
+from windlass.cache.edits import arrange_rows, holds_all, put_row
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.ranks import Ranks
@@ -210,7 +210,7 @@ class Lane:
             self._arrange(rows)
         taken = set(self._index.values())
         index = self._index[row] = next(each for each in range(self.cache.batch_size) if each not in taken)
-        self.cache.put_row(index, cache)
+        put_row(self.cache, index, cache, is_clear=True)
 
     def detach(self, row: int, tokens: int) -> KVCache:
         """A cache with the text of a row. `tokens`: the text holds so many, all of them (0: some are evicted).

@@ -21,10 +21,12 @@ step.
 import copy
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
-from mmap import mmap
+from mmap import PAGESIZE, mmap
 from typing import ClassVar, Final, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -39,19 +41,6 @@ INDEX_KEYS: Final = "index_keys"  # name of the part that holds them, also in pr
 Parts = dict[str, Tensor]  # by name, each (batch, kv_heads, slots or tokens, width of its own)
 
 
-def _zeros(like: Tensor, slots: int) -> Tensor:
-    """A part of so many slots, like one of others. A CPU's memory is taken page by page, as tokens are written."""
-    shape = *like.shape[:2], slots, like.shape[3]
-    size = prod(shape) * like.itemsize
-    if like.device.type != "cpu" or size < LARGE:
-        return like.new_zeros(shape)
-    try:
-        pages = _pages(size)
-    except (OSError, OverflowError) as error:
-        raise MemoryError(f"{size:,} bytes for slots") from error
-    return torch.frombuffer(pages, dtype=like.dtype).view(shape)
-
-
 def _pages(size: int) -> mmap:
     """Memory that is zero until it is written. It is given back once no tensor has it."""
     if sys.platform == "win32":
@@ -59,6 +48,18 @@ def _pages(size: int) -> mmap:
     from mmap import MAP_ANONYMOUS, MAP_PRIVATE  # which Windows lacks
 
     return mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+
+
+def _give_back(pages: mmap, row: Tensor, number: int) -> None:
+    """Let the bytes of a row, the `number`th of its size in `pages`, be zeros: whole pages by giving them back."""
+    from mmap import MADV_DONTNEED
+
+    start, stop = number * len(row), (number + 1) * len(row)
+    first, last = -(-start // PAGESIZE) * PAGESIZE, stop // PAGESIZE * PAGESIZE
+    if first < last:
+        pages.madvise(MADV_DONTNEED, first, last - first)
+    row[: first - start] = 0
+    row[max(first, last) - start :] = 0
 
 
 class StoreSnapshot(NamedTuple):
@@ -97,6 +98,7 @@ class Store(ABC):
         self.full_precision = full_precision or FullPrecisionRing()
         self._parts: Parts = {}
         self._constants: Parts = {}
+        self._pages = WeakValueDictionary[int, mmap]()  # memory of parts, by address
 
     @property
     @abstractmethod
@@ -208,7 +210,7 @@ class Store(ABC):
         sample = self.parts_of(keys[:, :, :1], values[:, :, :1])
         if self.index:
             sample[INDEX_KEYS] = keys.new_empty(keys.shape[0], 1, 1, self.index)
-        self._parts = {name: _zeros(part, slots) for name, part in sample.items()}
+        self._parts = {name: self._zeros(part, slots) for name, part in sample.items()}
 
     @property
     def slots(self) -> int:
@@ -264,7 +266,7 @@ class Store(ABC):
         """Keep the slots at `order`, in that order, then free slots up to `slots`."""
         kept, parts = order.shape[-1], {}
         for name, part in self._allocated().items():
-            parts[name] = _zeros(part, slots)
+            parts[name] = self._zeros(part, slots)
             parts[name][:, :, :kept] = kernels.read(part, order)
         self.full_precision.rearrange(order, self.slots)
         self._parts = parts
@@ -304,28 +306,58 @@ class Store(ABC):
         self.full_precision.select_rows(rows)
         self._parts = {name: part.index_select(0, rows) for name, part in self._allocated().items()}
 
+    def arrange_rows(self, rows: Sequence[int | None], slots: int) -> None:
+        """Keep these batch rows in that order. None stands for a row of zeros. Tokens lie in the first `slots`."""
+        parts = {name: self._zeros(part, part.shape[2], len(rows)) for name, part in self._allocated().items()}
+        for name, part in self._parts.items():
+            for own, source in zip(parts[name], rows, strict=True):
+                if source is not None:
+                    own[:, :slots] = part[source, :, :slots]
+        self.full_precision.arrange_rows(rows)
+        self._parts = parts
+
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`, byte for byte."""
         self.full_precision.copy_row(source, target)
         for part in self._allocated().values():
             part[target] = part[source]
 
-    def put_row(self, other: "Store", target: int) -> None:
+    def put_row(self, other: "Store", target: int, is_clear: bool = False) -> None:
         """Overwrite row `target` with the first row of another store that is compatible and has no more slots.
 
-        Further slots get zeros.
+        Further slots get zeros. `is_clear`: they have them.
         """
         self.full_precision.put_row(other.full_precision, target)
         given = other._allocated()
         for name, part in self._allocated().items():
             part[target, :, : other.slots] = given[name][0]
-            part[target, :, other.slots :] = 0
+            if not is_clear:
+                part[target, :, other.slots :] = 0
 
     def clear_row(self, row: int) -> None:
-        """Let row `row` hold nothing, and its memory zeros."""
+        """Let row `row` hold nothing, and its memory zeros. Linux gets whole pages of it back."""
         self.full_precision.clear_row(row)
         for part in self._allocated().values():
-            part[row] = 0
+            pages = self._pages.get(part.data_ptr()) if part.is_contiguous() else None
+            if pages is None or sys.platform != "linux":
+                part[row] = 0
+            else:
+                _give_back(pages, part[row].view(-1).view(torch.uint8), row)
+
+    def _zeros(self, like: Tensor, slots: int, rows: int | None = None) -> Tensor:
+        """A part of so many slots and rows (None: as many), like one of others. A CPU's memory is taken page by page,
+        as tokens are written."""
+        shape = like.shape[0] if rows is None else rows, like.shape[1], slots, like.shape[3]
+        size = prod(shape) * like.itemsize
+        if like.device.type != "cpu" or size < LARGE:
+            return like.new_zeros(shape)
+        try:
+            pages = _pages(size)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(f"{size:,} bytes for slots") from error
+        part = torch.frombuffer(pages, dtype=like.dtype).view(shape)
+        self._pages[part.data_ptr()] = pages
+        return part
 
     def over(self, parts: Parts) -> "Store":
         """The same settings and constants over other memory, with no tokens in full precision beside it."""

@@ -210,6 +210,15 @@ class FullPrecisionRing:
         """Keep the batch rows at `rows`, which may repeat."""
         self.tensors = {name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()}
 
+    def arrange_rows(self, rows: Sequence[int | None]) -> None:
+        """Keep these batch rows in that order. None stands for a row that holds nothing."""
+        for tensor in self.tensors.values():
+            self.select_rows(torch.tensor([row or 0 for row in rows], device=tensor.device))
+            break
+        for target, source in enumerate(rows):
+            if source is None:
+                self.clear_row(target)
+
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
         for tensor in self.tensors.values():
