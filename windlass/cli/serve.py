@@ -1,5 +1,6 @@
 """The commands `serve` and `view`."""
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -182,6 +183,8 @@ def serve(
         import torch
 
         torch.set_num_threads(load.threads)
+    gc.collect()
+    gc.freeze()  # else a collection looks at all that was loaded, and each client waits a fifth of a second
     say: Callable[[str], None] = terminal.note
     with terminal.quiet(is_quiet), terminal.first_speaks(launch):
         if launch is None:

@@ -157,10 +157,15 @@ class DecoderSteps {
         std::int64_t at = 0, state_at = 0, mass_at = 0, heads_at = 0;  // where its part of a step's memory begins
         std::int64_t used = 0;                                         // slots of any row from here on are free
 
+        // In whole runs of slots: the compiler makes vectors of a loop that always ends at its end.
         void count_used() {
+            constexpr std::int64_t AT_ONCE = 64;
             for (const std::int32_t *row = positions; row < positions + rows * slots; row += slots)
-                for (std::int64_t slot = slots; slot > used; --slot)
-                    if (row[slot - 1] != EMPTY) used = slot;
+                for (std::int64_t end = slots; end > used; end -= AT_ONCE) {
+                    std::int32_t all = EMPTY;
+                    for (std::int64_t slot = std::max<std::int64_t>(end - AT_ONCE, 0); slot < end; ++slot) all &= row[slot];
+                    if (all != EMPTY) used = end;
+                }
         }
     };
     struct Sizes {
