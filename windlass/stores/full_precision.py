@@ -212,9 +212,8 @@ class FullPrecisionRing:
 
     def arrange_rows(self, rows: Sequence[int | None]) -> None:
         """Keep these batch rows in that order. None stands for a row that holds nothing."""
-        for tensor in self.tensors.values():
-            self.select_rows(torch.tensor([row or 0 for row in rows], device=tensor.device))
-            break
+        if self.tensors:
+            self.select_rows(torch.tensor([row or 0 for row in rows], device=self.tensors[WRITTEN].device))
         for target, source in enumerate(rows):
             if source is None:
                 self.clear_row(target)

@@ -321,7 +321,7 @@ class DigitGroups {
             for (int token = 0; token < call.tokens; ++token) round(token);
         }
         if constexpr (Sums::HAS_UNPACKED)
-            if (call.tokens > Sums::FEW && call.tokens <= MOST) {  // each thread reads on where its hints were
+            if (call.tokens > Sums::FEW && call.tokens <= MOST) {  // so a thread goes on where its prefetches were
 #pragma omp for schedule(static) nowait
                 for (int block = 0; block < blocks_of(call); ++block) outputs_of_many(block, 0, call.tokens);
                 return;

@@ -157,7 +157,7 @@ class DecoderSteps {
         std::int64_t at = 0, state_at = 0, mass_at = 0, heads_at = 0;  // where its part of a step's memory begins
         std::int64_t used = 0;                                         // slots of any row from here on are free
 
-        // In whole runs of slots: the compiler makes vectors of a loop that always ends at its end.
+        // Looks at some slots at once: the compiler makes vectors of a loop that has no other end.
         void count_used() {
             constexpr std::int64_t AT_ONCE = 64;
             for (const std::int32_t *row = positions; row < positions + rows * slots; row += slots)
