@@ -375,10 +375,10 @@ def clear_row(cache: CacheState, row: int) -> None:
         if not layer.is_empty:
             layer.forget_steps(0)
             layer.table.clear_row(row)
-    _clear_beside(cache, row)
+    _clear_text(cache, row)
 
 
-def _clear_beside(cache: CacheState, row: int) -> None:
+def _clear_text(cache: CacheState, row: int) -> None:
     for recurrent in cache.recurrent:
         recurrent.forget_steps()
         for tensor in recurrent.tensors().values():
@@ -400,7 +400,7 @@ def arrange_rows(cache: CacheState, rows: Sequence[int | None]) -> None:
         recurrent.select_rows(index)
     cache.rows, cache.options = cache.rows.selected(index.tolist()), replace(cache.options, batch=len(rows))
     for new in [at for at, row in enumerate(rows) if row is None]:
-        _clear_beside(cache, new)
+        _clear_text(cache, new)
 
 
 def _check_alike(cache: CacheState, other: CacheState) -> None:

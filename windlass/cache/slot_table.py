@@ -260,10 +260,11 @@ class SlotTable:
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
         self.store.select_rows(rows)
-        self._select_beside(rows)
+        self._select_metadata(rows)
         self.count()  # the longest row may be gone
 
-    def _select_beside(self, rows: Tensor) -> None:
+    def _select_metadata(self, rows: Tensor) -> None:
+        """Keep the rows' positions, state, statistics and recalled tokens."""
         if self.recall is not None:
             self.recall.select_rows(rows)
         self.positions = self.positions.index_select(0, rows)
@@ -272,22 +273,24 @@ class SlotTable:
 
     def arrange_rows(self, rows: Sequence[int | None]) -> None:
         """Keep these batch rows, each named once, in that order. None stands for a row without tokens."""
-        used = (self.positions != EMPTY).flatten(0, 1).any(0).nonzero()
-        is_short = self.recall is None and len(used) > 0  # else free slots may have recalled tokens
-        self.store.arrange_rows(rows, int(used[-1]) + 1 if is_short else self.slots)
-        self._select_beside(torch.tensor([row or 0 for row in rows], device=self.positions.device))
+        slots = self.slots  # where tokens are recalled, free slots may have some
+        if self.recall is None:
+            used = (self.positions != EMPTY).flatten(0, 1).any(0).nonzero()
+            slots = int(used[-1]) + 1 if len(used) else 0
+        self.store.arrange_rows(rows, slots)
+        self._select_metadata(torch.tensor([row or 0 for row in rows], device=self.positions.device))
         for target, source in enumerate(rows):
             if source is None:
-                self._clear_beside(target)
+                self._clear_metadata(target)
         self.count()
 
     def clear_row(self, row: int) -> None:
         """Let row `row` hold nothing, and its memory zeros."""
         self.store.clear_row(row)
-        self._clear_beside(row)
+        self._clear_metadata(row)
         self.count()
 
-    def _clear_beside(self, row: int) -> None:
+    def _clear_metadata(self, row: int) -> None:
         self.positions[row] = EMPTY
         for tensor in self.state.values():
             tensor[row] = 0

@@ -184,7 +184,7 @@ def serve(
 
         torch.set_num_threads(load.threads)
     gc.collect()
-    gc.freeze()  # else a collection looks at all that was loaded, and each client waits a fifth of a second
+    gc.freeze()  # else a collection goes through all that was loaded, while every client waits
     say: Callable[[str], None] = terminal.note
     with terminal.quiet(is_quiet), terminal.first_speaks(launch):
         if launch is None:

@@ -98,7 +98,7 @@ class Store(ABC):
         self.full_precision = full_precision or FullPrecisionRing()
         self._parts: Parts = {}
         self._constants: Parts = {}
-        self._pages = WeakValueDictionary[int, mmap]()  # memory of parts, by address
+        self._mapped = WeakValueDictionary[int, mmap]()  # memory of parts, by address
 
     @property
     @abstractmethod
@@ -338,7 +338,7 @@ class Store(ABC):
         """Let row `row` hold nothing, and its memory zeros. Linux gets whole pages of it back."""
         self.full_precision.clear_row(row)
         for part in self._allocated().values():
-            pages = self._pages.get(part.data_ptr()) if part.is_contiguous() else None
+            pages = self._mapped.get(part.data_ptr()) if part.is_contiguous() else None
             if pages is None or sys.platform != "linux":
                 part[row] = 0
             else:
@@ -356,7 +356,7 @@ class Store(ABC):
         except (OSError, OverflowError) as error:
             raise MemoryError(f"{size:,} bytes for slots") from error
         part = torch.frombuffer(pages, dtype=like.dtype).view(shape)
-        self._pages[part.data_ptr()] = pages
+        self._mapped[part.data_ptr()] = pages
         return part
 
     def over(self, parts: Parts) -> "Store":

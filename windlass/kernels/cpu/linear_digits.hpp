@@ -321,7 +321,7 @@ class DigitGroups {
             for (int token = 0; token < call.tokens; ++token) round(token);
         }
         if constexpr (Sums::HAS_UNPACKED)
-            if (call.tokens > Sums::FEW && call.tokens <= MOST) {  // so a thread goes on where its prefetches were
+            if (call.tokens > Sums::FEW && call.tokens <= MOST) {  // a thread goes on where it has prefetched
 #pragma omp for schedule(static) nowait
                 for (int block = 0; block < blocks_of(call); ++block) outputs_of_many(block, 0, call.tokens);
                 return;
@@ -461,10 +461,15 @@ class DigitGroups {
             const int bytes = bytes_of(format);
             const std::uint8_t *from = call.pairs + (std::int64_t(block) * shared.groups + first) * call.columns * BLOCK * bytes;
             for (int g = first; g < last; ++g, ++to) {
-                if (is_run && call.columns == 1) UNROLLED for (int i = 0; i < VECTORS; ++i) (*to)[1][i] = Floats{};
-                for (int column = 0; is_run && column < call.columns; ++column, from += BLOCK * bytes)
-                    UNROLLED for (int i = 0; i < VECTORS; ++i) (*to)[column][i] = read_scales(format, from + i * LANES * bytes);
-                for (int i = 0; !is_run && i < VECTORS; ++i) pairs_of(call, format, g, block * BLOCK + i * LANES, (*to)[0][i], (*to)[1][i]);
+                for (int i = 0; i < VECTORS; ++i) {
+                    Floats &scale = (*to)[0][i], &zero = (*to)[1][i];
+                    const std::uint8_t *own = from + i * LANES * bytes;
+                    if (!is_run)
+                        pairs_of(call, format, g, block * BLOCK + i * LANES, scale, zero);
+                    else
+                        scale = read_scales(format, own), zero = call.columns == 2 ? read_scales(format, own + BLOCK * bytes) : Floats{};
+                }
+                from += call.columns * BLOCK * bytes;
                 Sums::in_order((*to)[0]), Sums::in_order((*to)[1]);
             }
         };

@@ -53,8 +53,9 @@ class ReadPositions {
 
     const std::int64_t *queries() const { return found.data(); }
 
-    // For queries at `positions`, negative for padding, and the first `used` of slots (batch, heads, slots): `keys` (batch,
-    // heads, slots), and `queries` (batch, heads). Free slots have a row of the table, too.
+    // For queries at `positions`, negative for padding, and slots (batch, heads, slots): `keys` (batch, heads, slots), and
+    // `queries` (batch, heads). Only the first `used` slots of a head are read, and have keys. Free ones of them have a row
+    // of the table, too.
     void find(const std::int64_t *positions, int batch, int heads, int slots, int used, const std::int32_t *slot_positions,
               std::int32_t *keys) {
         for (int row = 0; row < batch; ++row) {
